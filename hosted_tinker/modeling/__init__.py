@@ -1,0 +1,1 @@
+"""The language model as `training` and `sampling` share it: loading, LoRA layers, output head."""

@@ -1,0 +1,1 @@
+"""Sampling engines. torch is imported by the engine that is chosen, in its worker process."""

@@ -1,0 +1,1 @@
+"""Training backends. torch is imported by the backend that is chosen, in its worker process."""

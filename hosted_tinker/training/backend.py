@@ -1,0 +1,81 @@
+"""What a training backend is, and which one a name stands for."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Protocol
+
+from hosted_tinker.types import (
+    AdamParams,
+    BaseModelInfo,
+    ForwardBackward,
+    ForwardBackwardOutput,
+    LoraConfig,
+    OptimStepOutput,
+)
+from hosted_tinker.workers.messages import WorkerSpec
+
+ReportProgress = Callable[[str], None]
+
+
+class TrainBackend(Protocol):
+    """Holds a base model once, and every run's adapter, gradients and optimizer state.
+
+    A worker process calls these one at a time, on one thread. Only `persist_state` runs on another
+    thread, beside the others. Every rank of a group gets the same calls in the same order.
+    Anything wrong with a request raises UserError and changes nothing.
+    """
+
+    def describe_base_model(self) -> BaseModelInfo:
+        """What the API process needs to know of the model."""
+        ...
+
+    def create_model(self, model_id: str, lora: LoraConfig) -> None:
+        """Adds a run with a fresh adapter: A Kaiming-uniform by `lora.seed`, B zero."""
+        ...
+
+    def unload_model(self, model_id: str) -> None:
+        """Frees a run. Unknown ids are ignored."""
+        ...
+
+    def forward_backward(self, operation: ForwardBackward) -> ForwardBackwardOutput:
+        """Sums the loss over tokens and data, and adds its gradient unless `forward_only`."""
+        ...
+
+    def optim_step(self, model_id: str, adam: AdamParams) -> OptimStepOutput:
+        """One AdamW step with the accumulated gradient, which is cleared."""
+        ...
+
+    def clear_gradients(self, model_id: str) -> None:
+        """Drops the accumulated gradient."""
+        ...
+
+    def capture_state(self, model_id: str, snapshot_id: str, *, with_optimizer: bool) -> None:
+        """Copies a run's state to host memory under `snapshot_id`."""
+        ...
+
+    def persist_state(self, snapshot_id: str, directory: Path) -> None:
+        """Writes a captured state into an empty directory and forgets it."""
+        ...
+
+    def load_state(
+        self, model_id: str, directory: Path, *, with_optimizer: bool, create: bool
+    ) -> None:
+        """Sets a run's adapter and, if asked, optimizer from a directory."""
+        ...
+
+
+def load_backend(spec: WorkerSpec, report_progress: ReportProgress) -> TrainBackend:
+    """Loads the backend that `spec.backend` names; heavy imports happen here."""
+    match spec.backend:
+        case "pytorch":
+            from hosted_tinker.training.pytorch import PytorchBackend
+
+            return PytorchBackend.load(spec.base_model, spec.backend_config, report_progress)
+        case "fake":
+            from hosted_tinker.training.fake import FakeBackend
+
+            return FakeBackend.load(spec.backend_config)
+        case _:
+            raise AssertionError(f"settings let backend {spec.backend!r} through")

@@ -1,0 +1,1 @@
+"""Bytes to `types` and back. The only code that knows JSON keys and protobuf field names."""

@@ -1,0 +1,1 @@
+"""Processes that own the model, and the API process's side of them."""
