@@ -237,6 +237,14 @@ class SamplingParams:
 
 
 @dataclass(frozen=True, slots=True)
+class CsrPattern:
+    """Which cells a sparse matrix lists: int64 [rows + 1] and int64 [cells]. The wire's layout."""
+
+    crow_indices: Int64Array
+    col_indices: Int64Array
+
+
+@dataclass(frozen=True, slots=True)
 class Sample:
     """Draws `num_samples` completions of one prompt, and scores the prompt where asked.
 
@@ -250,6 +258,7 @@ class Sample:
             position i + 1; -1 is not scored.
         prompt_alt_tokens_k: draw that many tokens at every prompt position, 0 for none.
         topk_sample_logprobs: the K most likely tokens at every sampled position, 0 for none.
+        target_csr: set where the targets came sparse, for the answer to have the same layout.
     """
 
     request_id: str
@@ -263,6 +272,7 @@ class Sample:
     target_prompt_logprobs: Int64Array | None = None
     prompt_alt_tokens_k: int = 0
     topk_sample_logprobs: int = 0
+    target_csr: CsrPattern | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -304,6 +314,7 @@ class SampleOutput:
         topk_prompt_logprobs: length P, the first position without a value.
         target_prompt_logprobs: float32 [P - 1, K], 0 where the target was -1.
         prompt_alt_tokens: int64 [P - 1, k] tokens and float32 [P - 1, k] log-probabilities.
+        target_csr: the request's, for the wire.
     """
 
     sequences: Sequence[SampledSequence]
@@ -311,6 +322,7 @@ class SampleOutput:
     topk_prompt_logprobs: TopkLogprobs | None = None
     target_prompt_logprobs: Float32Array | None = None
     prompt_alt_tokens: tuple[Int64Array, Float32Array] | None = None
+    target_csr: CsrPattern | None = None
 
 
 EMPTY_TOPK_LOGPROB = -99999.0

@@ -1,0 +1,248 @@
+"""The device lane: takes the runs' requests to the trainer, one at a time.
+
+Each run's requests run in `seq_id` order (`run_queue`); runs take turns. Files are written outside
+the lane, so that no write holds up a pass.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections import deque
+from collections.abc import Coroutine
+from typing import Any
+
+from hosted_tinker.errors import (
+    HostedTinkerError,
+    UserError,
+    WorkerDiedError,
+    WorkerFailedError,
+)
+from hosted_tinker.futures import Future, Futures, Waiting
+from hosted_tinker.run_queue import Job, RunQueue
+from hosted_tinker.types import (
+    ClearGradients,
+    CreateModel,
+    ForwardBackward,
+    LoadState,
+    OptimStep,
+    TrainingOperation,
+    UnloadModel,
+)
+from hosted_tinker.workers.group import GroupState, WorkerGroup
+
+logger = logging.getLogger(__name__)
+
+
+class Run:
+    """A run's queue, and what must be remembered between its requests.
+
+    Attributes:
+        lost: the trainer process that held it died.
+        closing: it leaves memory when its queue is empty.
+        failed_passes: futures of forward_backward requests that failed since the last step.
+        last_pass_accepted_at: when the newest forward_backward that succeeded since the last step
+            was accepted.
+    """
+
+    def __init__(self, gap_s: float) -> None:
+        self.queue = RunQueue(gap_s)
+        self.lost = False
+        self.closing = False
+        self.failed_passes: list[Future] = []
+        self.last_pass_accepted_at = 0
+
+
+class TrainingScheduler:
+    """Owns every run's queue and the one task that talks to the trainer."""
+
+    def __init__(self, trainer: WorkerGroup, futures: Futures, *, gap_s: float) -> None:
+        self._trainer = trainer
+        self._futures = futures
+        self._gap_s = gap_s
+        self._runs: dict[str, Run] = {}
+        self._turns: deque[str] = deque()
+        self._wake = asyncio.Event()
+        self._running: Job | None = None
+        self._running_since = 0.0
+        self._background: set[asyncio.Task[None]] = set()
+
+    def add_run(self, model_id: str) -> None:
+        """Makes room for a run's requests; its first must create it."""
+        self._runs[model_id] = Run(self._gap_s)
+        self._turns.append(model_id)
+
+    def has_run(self, model_id: str) -> bool:
+        return model_id in self._runs
+
+    def next_seq_id(self, model_id: str) -> int:
+        """For requests of old clients, which send no number."""
+        return self._runs[model_id].queue.last_seq_id + 1
+
+    def submit(self, job: Job) -> None:
+        """Queues a request of a known run. A number whose turn is over fails its future."""
+        run = self._runs[job.model_id]
+        job.future.describe = lambda: self._describe(run, job)
+        try:
+            run.queue.push(job, time.monotonic())
+        except UserError as error:
+            self._futures.settle(job.future, error)
+        self._wake.set()
+
+    def close_run(self, model_id: str) -> None:
+        """Frees the run's memory after the requests that it already has."""
+        if run := self._runs.get(model_id):
+            run.closing = True
+            self._wake.set()
+
+    def mark_all_lost(self) -> None:
+        """The trainer was started anew: what runs had in memory is gone."""
+        for run in self._runs.values():
+            run.lost = True
+
+    async def run_forever(self) -> None:
+        """The lane. Ends by cancellation."""
+        while True:
+            job = self._take_job()
+            if job is None:
+                await self._close_runs()
+                await self._wait_for_work()
+            else:
+                await self._run_job(job)
+
+    async def drain(self) -> None:
+        """Waits for checkpoints that are being written."""
+        await asyncio.gather(*self._background)
+
+    def _take_job(self) -> Job | None:
+        """The next ready job, runs taking turns."""
+        for _ in range(len(self._turns)):
+            model_id = self._turns[0]
+            self._turns.rotate(-1)
+            if job := self._runs[model_id].queue.pop_ready(time.monotonic()):
+                return job
+        return None
+
+    async def _wait_for_work(self) -> None:
+        now = time.monotonic()
+        waits = [wait for run in self._runs.values() if (wait := run.queue.wait_s(now)) is not None]
+        self._wake.clear()
+        try:
+            async with asyncio.timeout(min(waits, default=None)):
+                await self._wake.wait()
+        except TimeoutError:
+            return
+
+    async def _close_runs(self) -> None:
+        for model_id in [id for id, run in self._runs.items() if run.closing and not run.queue]:
+            del self._runs[model_id]
+            self._turns.remove(model_id)
+            if self._trainer.state is GroupState.READY:
+                await self._trainer.call(UnloadModel(model_id))
+
+    async def _run_job(self, job: Job) -> None:
+        """One request: the trainer's part here, the rest here or in the background."""
+        run = self._runs[job.model_id]
+        self._running, self._running_since = job, time.monotonic()
+        try:
+            if isinstance(job.work, UserError):
+                raise job.work
+            await self._check_state(run, job.work)
+            output = await self._trainer.call(job.work)
+        except HostedTinkerError as error:
+            self._fail(run, job, error)
+            return
+        finally:
+            self._running = None
+        self._remember_pass(run, job)
+        self._log(job)
+        if job.in_background:
+            self._spawn(self._finish(run, job, output))
+        else:
+            await self._finish(run, job, output)
+
+    async def _finish(self, run: Run, job: Job, output: Any) -> None:
+        try:
+            result = await job.finish(output)
+        except HostedTinkerError as error:
+            self._fail(run, job, error)
+        except OSError as error:
+            logger.exception("write failed model_id=%s seq_id=%d", job.model_id, job.seq_id)
+            self._fail(run, job, WorkerFailedError(f"the server's disk failed: {error}"))
+        else:
+            self._futures.settle(job.future, result)
+
+    def _fail(self, run: Run, job: Job, error: HostedTinkerError) -> None:
+        logger.info("failed model_id=%s seq_id=%d error=%s", job.model_id, job.seq_id, error)
+        if job.may_follow_later_ids:
+            run.failed_passes.append(job.future)
+        self._futures.settle(job.future, error)
+
+    def _remember_pass(self, run: Run, job: Job) -> None:
+        match job.work:
+            case ForwardBackward(forward_only=False):
+                run.last_pass_accepted_at = job.future.accepted_at
+            case OptimStep() | LoadState():
+                run.failed_passes.clear()
+            case _:
+                pass
+
+    async def _check_state(self, run: Run, operation: TrainingOperation) -> None:
+        """Raises what makes the operation impossible, whatever is in it."""
+        creates = isinstance(operation, CreateModel) or (
+            isinstance(operation, LoadState) and operation.create
+        )
+        if run.lost and not creates:
+            raise WorkerDiedError(
+                "the trainer process was restarted and this run's unsaved state is lost; create a "
+                "training client from its last checkpoint"
+            )
+        if isinstance(operation, OptimStep):
+            await self._check_passes(run, operation)
+
+    async def _check_passes(self, run: Run, step: OptimStep) -> None:
+        """Refuses a step whose gradient misses a part without the client's will.
+
+        A client that sends another forward_backward after it got the failure of one has decided
+        to go on without it. A step that comes without that, as when both were sent together, is
+        not taken.
+        """
+        unacknowledged = [
+            future
+            for future in run.failed_passes
+            if future.delivered_at is None or future.delivered_at > run.last_pass_accepted_at
+        ]
+        run.failed_passes.clear()
+        if unacknowledged:
+            await self._trainer.call(ClearGradients(step.model_id))
+            raise UserError(
+                "no step was taken and the gradient was dropped, because forward_backward failed "
+                f"before it: {unacknowledged[0].result}; send the batch again"
+            )
+
+    def _describe(self, run: Run, job: Job) -> Waiting:
+        """For a client that polls: what its request waits for."""
+        if self._trainer.state is GroupState.LOADING:
+            return Waiting("paused_capacity", f"the base model loads: {self._trainer.phase}")
+        if self._running is job:
+            return Waiting("active", f"running for {time.monotonic() - self._running_since:.0f} s")
+        missing = run.queue.missing_seq_id
+        if missing is not None and missing < job.seq_id:
+            return Waiting("active", f"waiting for seq_id {missing}, which has not arrived")
+        ahead = sum(len(other.queue) for other in self._runs.values())
+        return Waiting("active", f"queued; {ahead} requests wait for the trainer")
+
+    def _log(self, job: Job) -> None:
+        logger.info(
+            "%s model_id=%s seq_id=%d ms=%.0f",
+            type(job.work).__name__,
+            job.model_id,
+            job.seq_id,
+            1000 * (time.monotonic() - self._running_since),
+        )
+
+    def _spawn(self, coroutine: Coroutine[Any, Any, None]) -> None:
+        task = asyncio.create_task(coroutine)
+        self._background.add(task)
+        task.add_done_callback(self._background.discard)

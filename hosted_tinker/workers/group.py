@@ -1,0 +1,194 @@
+"""A group of worker processes that act as one: the parent's side.
+
+Every rank gets the same calls in the same order; rank 0's reply is the group's. When a rank dies,
+the whole group is started anew: calls in flight fail, and what lived in the processes is gone.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable, Sequence
+from enum import StrEnum
+from functools import partial
+from typing import Any
+
+from hosted_tinker.errors import (
+    HostedTinkerError,
+    SettingsError,
+    UserError,
+    WorkerDiedError,
+    WorkerFailedError,
+)
+from hosted_tinker.types import BaseModelInfo
+from hosted_tinker.workers.messages import (
+    Call,
+    Failure,
+    FromWorker,
+    LoadFailed,
+    Progress,
+    Ready,
+    Reply,
+    WorkerOperation,
+    WorkerSpec,
+)
+from hosted_tinker.workers.process import WorkerProcess
+
+logger = logging.getLogger(__name__)
+
+STOP_TIMEOUT_S = 5.0
+
+
+class GroupState(StrEnum):
+    LOADING = "loading"
+    READY = "ready"
+    FAILED = "failed"
+
+
+class WorkerGroup:
+    """Starts the ranks, carries calls to them, and starts them anew when one dies.
+
+    Lives on one event loop. `base_model` is set once the group was ready for the first time.
+    """
+
+    def __init__(self, specs: Sequence[WorkerSpec], on_restart: Callable[[], None]) -> None:
+        self._specs = specs
+        self._on_restart = on_restart
+        self._ranks: list[WorkerProcess] = []
+        self._ready_ranks = 0
+        self._generation = 0
+        self._next_call_id = 0
+        self._in_flight: dict[int, asyncio.Future[Any]] = {}
+        self._settled = asyncio.Event()
+        self._failure: HostedTinkerError | None = None
+        self._stopping = False
+        self.state = GroupState.LOADING
+        self.phase = "starting"
+        self.base_model: BaseModelInfo | None = None
+
+    @property
+    def role(self) -> str:
+        return self._specs[0].role
+
+    @property
+    def pids(self) -> list[int]:
+        """Of the processes, by rank."""
+        return [rank.pid for rank in self._ranks]
+
+    def start(self) -> None:
+        """Starts the processes; `wait_ready` says when they have loaded."""
+        self._generation += 1
+        self._ready_ranks = 0
+        self._settled.clear()
+        self.state, self.phase = GroupState.LOADING, "starting"
+        loop = asyncio.get_running_loop()
+        self._ranks = []
+        for spec in self._specs:
+            receive = partial(self._receive, self._generation, spec.rank)
+            self._ranks.append(
+                WorkerProcess(spec, partial(loop.call_soon_threadsafe, receive))
+            )
+
+    async def wait_ready(self) -> BaseModelInfo:
+        """Raises the reason if the group can't load."""
+        await self._settled.wait()
+        if self._failure is not None:
+            raise self._failure
+        assert self.base_model is not None
+        return self.base_model
+
+    async def call(self, operation: WorkerOperation) -> Any:
+        """What rank 0 returned for the operation, once the group is ready.
+
+        Raises:
+            UserError: the request is wrong.
+            WorkerFailedError: the operation raised something unexpected; it is logged.
+            WorkerDiedError: a rank died before the reply.
+        """
+        await self.wait_ready()
+        call_id = self._next_call_id
+        self._next_call_id += 1
+        reply = asyncio.get_running_loop().create_future()
+        self._in_flight[call_id] = reply
+        for rank in self._ranks:
+            rank.send(Call(call_id, operation))
+        try:
+            return await reply
+        finally:
+            self._in_flight.pop(call_id, None)
+
+    async def stop(self) -> None:
+        """Ends the processes."""
+        self._stopping = True
+        await asyncio.gather(
+            *(asyncio.to_thread(rank.end, STOP_TIMEOUT_S) for rank in self._ranks)
+        )
+
+    def _receive(self, generation: int, rank: int, message: FromWorker | None) -> None:
+        if generation != self._generation or self._stopping:
+            return
+        match message:
+            case None:
+                self._handle_death(rank)
+            case Progress(phase):
+                self.phase = phase
+            case Ready(base_model):
+                self._handle_ready(base_model)
+            case LoadFailed(failure):
+                self._handle_load_failure(failure)
+            case Reply(call_id, output):
+                if rank == 0:
+                    self._handle_reply(call_id, output)
+
+    def _handle_ready(self, base_model: BaseModelInfo) -> None:
+        self._ready_ranks += 1
+        if self._ready_ranks == len(self._ranks):
+            self.base_model = base_model
+            self.state, self.phase = GroupState.READY, "ready"
+            logger.info("%s ready model=%s", self.role, base_model.architecture)
+            self._settled.set()
+
+    def _handle_load_failure(self, failure: Failure) -> None:
+        if failure.traceback:
+            logger.error("%s failed:\n%s", self.role, failure.traceback)
+        if self.base_model is None:
+            self._fail_for_good(SettingsError(failure.message))
+
+    def _fail_for_good(self, error: HostedTinkerError) -> None:
+        self.state, self._failure = GroupState.FAILED, error
+        self._settled.set()
+
+    def _handle_reply(self, call_id: int, output: Any) -> None:
+        reply = self._in_flight.get(call_id)
+        if reply is None or reply.done():
+            return
+        if isinstance(output, Failure):
+            reply.set_exception(self._to_error(output))
+        else:
+            reply.set_result(output)
+
+    def _to_error(self, failure: Failure) -> HostedTinkerError:
+        if failure.traceback:
+            logger.error("%s operation failed:\n%s", self.role, failure.traceback)
+            return WorkerFailedError(failure.message)
+        is_user = failure.category == "user"
+        return UserError(failure.message) if is_user else WorkerFailedError(failure.message)
+
+    def _handle_death(self, rank: int) -> None:
+        """Fails what was in flight and starts the group anew, if it ever worked."""
+        if self.state is GroupState.FAILED:
+            return
+        died = WorkerDiedError(f"the {self.role} process (rank {rank}) died during the operation")
+        for reply in self._in_flight.values():
+            if not reply.done():
+                reply.set_exception(died)
+        for other in self._ranks:
+            other.end(timeout_s=0)
+        if self.base_model is None:
+            self._fail_for_good(
+                SettingsError(f"the {self.role} process ended while it loaded the model")
+            )
+            return
+        logger.warning("%s process died rank=%d; starting the group anew", self.role, rank)
+        self._on_restart()
+        self.start()

@@ -1,0 +1,75 @@
+"""One worker process, seen from the parent: start it, send to it, hear from it, end it."""
+
+from __future__ import annotations
+
+import os
+import queue
+import socket
+import subprocess
+import sys
+import threading
+from collections.abc import Callable
+from multiprocessing.connection import Connection
+
+from hosted_tinker.workers.messages import FromWorker, Stop, ToWorker, WorkerSpec
+
+
+class WorkerProcess:
+    """Owns the operating-system process and two threads that move messages.
+
+    `on_message` is called on a thread, with None when the process is gone.
+    """
+
+    def __init__(self, spec: WorkerSpec, on_message: Callable[[FromWorker | None], None]) -> None:
+        self._on_message = on_message
+        self._outbox: queue.SimpleQueue[ToWorker | WorkerSpec | None] = queue.SimpleQueue()
+        ours, theirs = socket.socketpair()
+        self._connection = Connection(ours.detach())
+        with theirs:
+            self._process = subprocess.Popen(
+                [sys.executable, "-m", "hosted_tinker.workers.main", str(theirs.fileno())],
+                pass_fds=[theirs.fileno()],
+                stdin=subprocess.DEVNULL,
+                # A session of its own: Ctrl-C in the terminal is the parent's to handle.
+                start_new_session=True,
+                env={**os.environ, "TOKENIZERS_PARALLELISM": "false"},
+            )
+        self._outbox.put(spec)
+        for target in (self._read, self._write):
+            threading.Thread(target=target, name=f"worker-{target.__name__}", daemon=True).start()
+
+    @property
+    def pid(self) -> int:
+        return self._process.pid
+
+    def send(self, message: ToWorker) -> None:
+        """Queues a message; never blocks."""
+        self._outbox.put(message)
+
+    def end(self, timeout_s: float) -> None:
+        """Asks the process to stop, and kills it after `timeout_s`. Blocks."""
+        self._outbox.put(Stop())
+        try:
+            self._process.wait(timeout_s)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait()
+        self._outbox.put(None)
+
+    def _read(self) -> None:
+        while True:
+            try:
+                message: FromWorker = self._connection.recv()
+            except (EOFError, OSError):
+                self._process.wait()
+                self._outbox.put(None)
+                self._on_message(None)
+                return
+            self._on_message(message)
+
+    def _write(self) -> None:
+        while (message := self._outbox.get()) is not None:
+            try:
+                self._connection.send(message)
+            except OSError:
+                return
