@@ -112,9 +112,7 @@ class FakeConfig(BaseModel):
     vocab_size: Annotated[int, Field(description="Token ids are below this.", ge=8)] = 1000
     context_length: Annotated[int, Field(description="Most tokens of a sequence.", ge=2)] = 4096
     max_lora_rank: Annotated[int, Field(description="Highest LoRA rank accepted.", ge=1)] = 512
-    load_s: Annotated[
-        float, Field(description="Seconds that loading the model takes.", ge=0)
-    ] = 0.0
+    load_s: Annotated[float, Field(description="Seconds that loading the model takes.", ge=0)] = 0.0
     forward_backward_s: Annotated[
         float, Field(description="Seconds that each forward_backward takes.", ge=0)
     ] = 0.0

@@ -45,7 +45,7 @@ class Future:
     delivered_at: int | None = None
     describe: Callable[[], Waiting] = field(default=lambda: Waiting("active", "accepted"))
     result: FutureResult | HostedTinkerError | None = None
-    settled: asyncio.Event = field(default_factory=asyncio.Event)
+    woken: asyncio.Event = field(default_factory=asyncio.Event)
     settled_at: float = 0.0
 
 
@@ -79,16 +79,16 @@ class Futures:
         assert future.result is None, f"future {future.request_id} settled twice"
         future.result = result
         future.settled_at = time.monotonic()
-        future.settled.set()
+        future.woken.set()
 
     async def wait(self, future: Future, timeout_s: float) -> bool:
         """Whether the future settled in time."""
         try:
             async with asyncio.timeout(timeout_s):
-                await future.settled.wait()
+                await future.woken.wait()
         except TimeoutError:
             return False
-        return True
+        return future.result is not None
 
     def mark_delivered(self, future: Future) -> None:
         """Remembers when the client first got the result."""
@@ -99,6 +99,11 @@ class Futures:
         """Orders acceptances and deliveries over the whole server."""
         self._tick += 1
         return self._tick
+
+    def release_waiters(self) -> None:
+        """Ends all waits, settled or not: the server is about to stop."""
+        for future in self._by_id.values():
+            future.woken.set()
 
     def drop_expired(self) -> None:
         """Forgets results that settled longer ago than their time to live."""

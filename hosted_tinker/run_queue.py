@@ -61,7 +61,9 @@ class RunQueue:
     @property
     def missing_seq_id(self) -> int | None:
         """The number that the waiting jobs wait for."""
-        return self._next_seq_id if self._waiting and self._next_seq_id not in self._waiting else None
+        return (
+            self._next_seq_id if self._waiting and self._next_seq_id not in self._waiting else None
+        )
 
     def push(self, job: Job, now: float) -> None:
         """Raises UserError for a number whose turn is over."""

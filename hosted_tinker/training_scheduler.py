@@ -20,6 +20,7 @@ from hosted_tinker.errors import (
     WorkerFailedError,
 )
 from hosted_tinker.futures import Future, Futures, Waiting
+from hosted_tinker.loss_specs import check_forward_backward
 from hosted_tinker.run_queue import Job, RunQueue
 from hosted_tinker.types import (
     ClearGradients,
@@ -148,6 +149,8 @@ class TrainingScheduler:
         try:
             if isinstance(job.work, UserError):
                 raise job.work
+            if isinstance(job.work, ForwardBackward):
+                check_forward_backward(job.work, await self._trainer.wait_ready())
             await self._check_state(run, job.work)
             output = await self._trainer.call(job.work)
         except HostedTinkerError as error:

@@ -80,7 +80,9 @@ def decompress(body: bytes, *, max_bytes: int) -> bytes:
         with zstandard.ZstdDecompressor().stream_reader(io.BytesIO(body)) as reader:
             content = reader.read(max_bytes + 1)
     except zstandard.ZstdError as error:
-        raise UserError(f"zstd body of {len(body)} bytes cannot be decompressed: {error}") from error
+        raise UserError(
+            f"zstd body of {len(body)} bytes cannot be decompressed: {error}"
+        ) from error
     if len(content) > max_bytes:
         raise TooLargeError(f"decompressed body is over the limit of {max_bytes} bytes")
     return content

@@ -76,7 +76,9 @@ def encode_array_record(logprobs: Sequence[Float32Array]) -> pb.ArrayRecord:
         dtype=pb.DTYPE_FLOAT32,
         trailing_shape=logprobs[0].shape[1:],
     )
-    return pb.ArrayRecord(type_tag="ArrayRecord", fields={"logprobs": tensor}, num_datums=len(sizes))
+    return pb.ArrayRecord(
+        type_tag="ArrayRecord", fields={"logprobs": tensor}, num_datums=len(sizes)
+    )
 
 
 def encode_sample_output(output: SampleOutput) -> bytes:

@@ -77,11 +77,14 @@ class ModelIdRequest(BaseModel):
     model_id: str
 
 
+DEFAULT_ADAM = AdamParams()
+
+
 class AdamParamsJson(BaseModel):
-    learning_rate: float = AdamParams.learning_rate
-    beta1: float = AdamParams.beta1
-    beta2: float = AdamParams.beta2
-    eps: float = AdamParams.eps
+    learning_rate: float = DEFAULT_ADAM.learning_rate
+    beta1: float = DEFAULT_ADAM.beta1
+    beta2: float = DEFAULT_ADAM.beta2
+    eps: float = DEFAULT_ADAM.eps
     weight_decay: float | None = None
     grad_clip_norm: float | None = None
 

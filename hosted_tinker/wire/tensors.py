@@ -107,7 +107,9 @@ def widen(values: NDArray[np.generic]) -> NDArray[np.generic]:
 
 def reshape(values: NDArray[np.generic], shape: Sequence[int], name: str) -> LossFnInput:
     if any(size < 0 for size in shape) or math.prod(shape) != len(values):
-        raise UserError(f"{name} has {len(values)} values, which do not fill its shape {list(shape)}")
+        raise UserError(
+            f"{name} has {len(values)} values, which do not fill its shape {list(shape)}"
+        )
     return values.reshape(shape)  # pyright: ignore[reportReturnType]
 
 

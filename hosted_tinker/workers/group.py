@@ -29,6 +29,7 @@ from hosted_tinker.workers.messages import (
     Progress,
     Ready,
     Reply,
+    Role,
     WorkerOperation,
     WorkerSpec,
 )
@@ -48,12 +49,14 @@ class GroupState(StrEnum):
 class WorkerGroup:
     """Starts the ranks, carries calls to them, and starts them anew when one dies.
 
-    Lives on one event loop. `base_model` is set once the group was ready for the first time.
+    Lives on one event loop. Calls may come before `start`: they wait. `base_model` is set once the
+    group was ready for the first time.
     """
 
-    def __init__(self, specs: Sequence[WorkerSpec], on_restart: Callable[[], None]) -> None:
-        self._specs = specs
+    def __init__(self, role: Role, on_restart: Callable[[], None]) -> None:
+        self.role: Role = role
         self._on_restart = on_restart
+        self._specs: Sequence[WorkerSpec] = ()
         self._ranks: list[WorkerProcess] = []
         self._ready_ranks = 0
         self._generation = 0
@@ -67,16 +70,13 @@ class WorkerGroup:
         self.base_model: BaseModelInfo | None = None
 
     @property
-    def role(self) -> str:
-        return self._specs[0].role
-
-    @property
     def pids(self) -> list[int]:
         """Of the processes, by rank."""
         return [rank.pid for rank in self._ranks]
 
-    def start(self) -> None:
-        """Starts the processes; `wait_ready` says when they have loaded."""
+    def start(self, specs: Sequence[WorkerSpec]) -> None:
+        """Starts a process for each rank; `wait_ready` says when they have loaded."""
+        self._specs = specs
         self._generation += 1
         self._ready_ranks = 0
         self._settled.clear()
@@ -85,9 +85,7 @@ class WorkerGroup:
         self._ranks = []
         for spec in self._specs:
             receive = partial(self._receive, self._generation, spec.rank)
-            self._ranks.append(
-                WorkerProcess(spec, partial(loop.call_soon_threadsafe, receive))
-            )
+            self._ranks.append(WorkerProcess(spec, partial(post, loop, receive)))
 
     async def wait_ready(self) -> BaseModelInfo:
         """Raises the reason if the group can't load."""
@@ -120,9 +118,7 @@ class WorkerGroup:
     async def stop(self) -> None:
         """Ends the processes."""
         self._stopping = True
-        await asyncio.gather(
-            *(asyncio.to_thread(rank.end, STOP_TIMEOUT_S) for rank in self._ranks)
-        )
+        await asyncio.gather(*(asyncio.to_thread(rank.end, STOP_TIMEOUT_S) for rank in self._ranks))
 
     def _receive(self, generation: int, rank: int, message: FromWorker | None) -> None:
         if generation != self._generation or self._stopping:
@@ -191,4 +187,14 @@ class WorkerGroup:
             return
         logger.warning("%s process died rank=%d; starting the group anew", self.role, rank)
         self._on_restart()
-        self.start()
+        self.start(self._specs)
+
+
+def post(
+    loop: asyncio.AbstractEventLoop,
+    receive: Callable[[FromWorker | None], None],
+    message: FromWorker | None,
+) -> None:
+    """Hands a message from a thread to the loop, unless that has ended."""
+    if not loop.is_closed():
+        loop.call_soon_threadsafe(receive, message)

@@ -13,6 +13,7 @@ from hosted_tinker.errors import Category
 from hosted_tinker.types import BaseModelInfo, CancelSample, Sample, TrainingOperation
 
 WorkerOperation = TrainingOperation | Sample | CancelSample
+Role = Literal["trainer", "sampler"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,7 +78,7 @@ class WorkerSpec:
         backend_config: the validated section of the settings.
     """
 
-    role: Literal["trainer", "sampler"]
+    role: Role
     base_model: str
     backend: str
     backend_config: Any
