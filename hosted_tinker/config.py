@@ -13,7 +13,7 @@ import tomllib
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, cast
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
@@ -219,19 +219,6 @@ class Settings(BaseModel):
     def _split_names(cls, value: Any) -> Any:
         return [name for name in value.split(",") if name] if isinstance(value, str) else value
 
-    @model_validator(mode="before")
-    @classmethod
-    def _choose_backend_config(cls, values: Any) -> Any:
-        backend = values.get("backend", "pytorch")
-        if backend not in BACKEND_CONFIGS:
-            return values
-        config = values.get("backend_config", {})
-        if isinstance(config, str):
-            config = parse_json_object(config, "backend_config")
-        if isinstance(config, Mapping):
-            config = BACKEND_CONFIGS[backend].model_validate(config)
-        return {**values, "backend_config": config}
-
     @model_validator(mode="after")
     def _require_key_off_loopback(self) -> Settings:
         if self.api_key is None and not is_loopback(self.host):
@@ -272,10 +259,21 @@ def load_settings(
         values.update(layer)
         origins.update(dict.fromkeys(layer, origin))
     try:
+        values["backend_config"] = load_backend_config(values)
         settings = Settings.model_validate(values)
     except ValidationError as error:
         raise SettingsError(describe_errors(error, origins)) from error
     return LoadedSettings(settings, origins)
+
+
+def load_backend_config(values: Mapping[str, Any]) -> Any:
+    """The section of the chosen backend; what is no section at all is left for `Settings`."""
+    backend, config = values.get("backend", "pytorch"), values.get("backend_config", {})
+    if isinstance(config, str):
+        config = parse_json_object(config, "backend_config")
+    if backend in BACKEND_CONFIGS and isinstance(config, Mapping):
+        return BACKEND_CONFIGS[backend].model_validate(config)
+    return config
 
 
 def read_toml(path: Path) -> dict[str, Any]:
@@ -298,14 +296,14 @@ def read_environment(environ: Mapping[str, str]) -> dict[str, str]:
 
 
 def parse_json_object(text: str, name: str) -> dict[str, Any]:
-    """Raises ValueError, which pydantic reports under the field."""
+    """Raises SettingsError, naming the setting."""
     try:
         value = json.loads(text)
     except json.JSONDecodeError as error:
-        raise ValueError(f"{name} {text!r} is not valid JSON: {error}") from error
+        raise SettingsError(f"{name} {text!r} is not valid JSON: {error}") from error
     if not isinstance(value, dict):
-        raise ValueError(f"{name} {text!r} is not a JSON object")
-    return value
+        raise SettingsError(f"{name} {text!r} is not a JSON object")
+    return cast("dict[str, Any]", value)
 
 
 def is_loopback(host: str) -> bool:
@@ -318,9 +316,10 @@ def is_loopback(host: str) -> bool:
 
 def describe_errors(error: ValidationError, origins: Mapping[str, str]) -> str:
     """One sentence per wrong field: its name, the value, what is accepted, where it was set."""
+    prefix = [] if error.title == Settings.__name__ else ["backend_config"]
     sentences: list[str] = []
     for item in error.errors():
-        parts = [str(part) for part in item["loc"]]
+        parts = prefix + [str(part) for part in item["loc"]]
         field = ".".join(parts)
         if item["type"] == "extra_forbidden":
             accepted = ", ".join(accepted_keys(error.title))

@@ -13,7 +13,7 @@ import os
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -81,7 +81,7 @@ def find_gguf() -> Path:
 
 
 @contextmanager
-def exclusive_lock(path: Path) -> Iterator[int]:
+def exclusive_lock(path: Path) -> Generator[int]:
     """Waits for the lock, and yields its file descriptor. Whoever holds that holds the lock."""
     with path.open("wb") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)

@@ -8,7 +8,7 @@ import logging
 import signal
 import socket
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator
 
 import uvicorn
 from rich.console import Console
@@ -73,7 +73,7 @@ class HttpServer(uvicorn.Server):
         self._on_exit = on_exit
 
     @contextlib.contextmanager
-    def capture_signals(self) -> Iterator[None]:
+    def capture_signals(self) -> Generator[None]:
         loop = asyncio.get_running_loop()
         signals = (signal.SIGINT, signal.SIGTERM)
         for number in signals:

@@ -17,7 +17,9 @@ def datum(tokens: Sequence[int], **loss_fn_inputs: Any) -> tinker.Datum:
         else tinker.TensorData.from_numpy(np.asarray(value, dtype=np.float32))
         for name, value in loss_fn_inputs.items()
     }
-    return tinker.Datum(model_input=tinker.ModelInput.from_ints(list(tokens)), loss_fn_inputs=inputs)
+    return tinker.Datum(
+        model_input=tinker.ModelInput.from_ints(list(tokens)), loss_fn_inputs=inputs
+    )
 
 
 def next_token_datum(tokens: Sequence[int], weights: Sequence[float] | None = None) -> tinker.Datum:

@@ -65,8 +65,11 @@ def running_server(
     log_path = tmp_path / "server.log"
     with log_path.open("ab") as log:
         process = subprocess.Popen(
-            [sys.executable, "-m", "hosted_tinker.api", "--port", str(port)]
-            + ["--state-dir", str(state_dir), *flags],
+            [
+                *(sys.executable, "-m", "hosted_tinker.api"),
+                *("--port", str(port), "--state-dir", str(state_dir)),
+                *flags,
+            ],
             stdout=log,
             stderr=log,
             env={**os.environ, **(env or {})},

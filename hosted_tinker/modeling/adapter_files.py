@@ -56,7 +56,9 @@ def load_adapter_weights(directory: Path) -> dict[str, Tensor]:
     try:
         tensors = load_file(directory / WEIGHTS_FILE)
     except (OSError, SafetensorError) as error:
-        raise UserError(f"checkpoint weights in {directory.name!r} cannot be read: {error}") from error
+        raise UserError(
+            f"checkpoint weights in {directory.name!r} cannot be read: {error}"
+        ) from error
     return {
         name.removeprefix(PEFT_PREFIX): tensor.to(torch.float32) for name, tensor in tensors.items()
     }
@@ -75,4 +77,6 @@ def load_lora_config(directory: Path) -> LoraConfig:
             train_unembed=own["train_unembed"],
         )
     except (OSError, ValueError, KeyError) as error:
-        raise UserError(f"checkpoint in {directory.name!r} has no readable LoRA configuration: {error!r}") from error
+        raise UserError(
+            f"checkpoint in {directory.name!r} has no readable LoRA configuration: {error!r}"
+        ) from error

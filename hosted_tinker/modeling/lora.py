@@ -39,8 +39,8 @@ class LoraPair(nn.Module):
         self.scale = LORA_ALPHA / A.shape[0]
 
     def forward(self, x: Tensor) -> Tensor:
-        """The low-rank product in float32, whatever the dtype of `x` is."""
-        down = nn.functional.linear(x.to(self.A.dtype), self.A)
+        """The low-rank product in float32, whatever the dtype and device of `x` are."""
+        down = nn.functional.linear(x.to(self.A), self.A)
         return nn.functional.linear(down, self.B) * self.scale
 
 
@@ -53,9 +53,7 @@ class Routing:
             adapter are the base model's.
     """
 
-    rows_by_adapter: Mapping[str, Tensor | None] = field(
-        default_factory=dict[str, Tensor | None]
-    )
+    rows_by_adapter: Mapping[str, Tensor | None] = field(default_factory=dict[str, Tensor | None])
 
     def use_one(self, adapter: str | None) -> None:
         """Gives all rows to one adapter, or to the base model."""
@@ -169,9 +167,7 @@ class LoraModel:
 
 
 def find_linear_layers(module: nn.Module) -> list[tuple[str, nn.Linear]]:
-    return [
-        (name, child) for name, child in module.named_modules() if isinstance(child, nn.Linear)
-    ]
+    return [(name, child) for name, child in module.named_modules() if isinstance(child, nn.Linear)]
 
 
 def classify_layer(name: str) -> str | None:
@@ -189,6 +185,5 @@ def row_indices(rows: Iterable[int], device: torch.device) -> Tensor:
 def clone_to_cpu(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Detached copies in host memory."""
     return {
-        name: cast(Tensor, tensor.detach()).to("cpu", copy=True)
-        for name, tensor in tensors.items()
+        name: cast(Tensor, tensor.detach()).to("cpu", copy=True) for name, tensor in tensors.items()
     }

@@ -9,6 +9,7 @@ there; a position may have none or many), C positions of a chunk.
 
 from __future__ import annotations
 
+from itertools import pairwise
 from typing import cast
 
 import torch
@@ -38,7 +39,7 @@ def compute_target_logprobs(
     starts = torch.arange(0, num_positions + chunk_tokens, chunk_tokens)
     bounds = torch.searchsorted(position_Q.cpu(), starts).tolist()
     chunks: list[Tensor] = []
-    for index, (low, high) in enumerate(zip(bounds[:-1], bounds[1:], strict=True)):
+    for index, (low, high) in enumerate(pairwise(bounds)):
         start = index * chunk_tokens
         if low == high:
             continue
@@ -58,7 +59,11 @@ def compute_target_logprobs(
     return torch.cat(chunks)
 
 
-def _score_chunk(base: BaseModel, hidden_CD: Tensor, position_Q: Tensor, target_Q: Tensor) -> Tensor:
+def _score_chunk(
+    base: BaseModel, hidden_CD: Tensor, position_Q: Tensor, target_Q: Tensor
+) -> Tensor:
     logits_CV = base.compute_logits(hidden_CD)
+    # A tied head is on the first device of a pipeline, the hidden states on the last.
+    position_Q, target_Q = position_Q.to(logits_CV.device), target_Q.to(logits_CV.device)
     normalizer_C = torch.logsumexp(logits_CV, dim=-1)
     return logits_CV[position_Q, target_Q] - normalizer_C[position_Q]

@@ -80,7 +80,10 @@ def test_bad_pass_fails_alone(training: tinker.TrainingClient, case: str) -> Non
 def test_rank_out_of_range(client: tinker.ServiceClient, rank: int) -> None:
     with pytest.raises(tinker.RequestFailedError, match=rf"{rank}.*512"):
         client.create_lora_training_client(base_model=MODEL, rank=rank).result()
-    assert client.create_lora_training_client(base_model=MODEL, rank=4).result().get_info().lora_rank == 4
+    assert (
+        client.create_lora_training_client(base_model=MODEL, rank=4).result().get_info().lora_rank
+        == 4
+    )
 
 
 def test_unknown_base_model(client: tinker.ServiceClient) -> None:
@@ -100,13 +103,12 @@ def test_unknown_run(server: RunningServer) -> None:
     [
         (tinker.AdamParams(learning_rate=-1), "learning_rate = -1"),
         (tinker.AdamParams(beta1=1.0), "beta1 = 1"),
-        (tinker.AdamParams(grad_clip_norm=float("inf")), "grad_clip_norm|JSON"),
     ],
 )
 def test_bad_adam_params(
     training: tinker.TrainingClient, params: tinker.AdamParams, message: str
 ) -> None:
-    with pytest.raises((tinker.RequestFailedError, tinker.APIStatusError, ValueError), match=message):
+    with pytest.raises(tinker.RequestFailedError, match=message):
         training.optim_step(params).result()
     training.forward_backward(GOOD, "cross_entropy").result()
     assert training.optim_step(tinker.AdamParams(learning_rate=0.1)).result().metrics
@@ -171,7 +173,7 @@ def test_checkpoint_name_that_leaves_its_directory(
         (
             zstandard.compress(b"x" * 1000)[:-8],
             {**PROTOBUF, "content-encoding": "zstd"},
-            "protobuf|zstd",
+            "ends before its frame",
         ),
         (b"not zstd", {**PROTOBUF, "content-encoding": "zstd"}, "zstd"),
         (

@@ -79,8 +79,11 @@ def test_topk_and_targets_of_the_prompt(base: tinker.SamplingClient) -> None:
 
 def test_sparse_targets_come_back_sparse(base: tinker.SamplingClient) -> None:
     targets = types.TensorData(
-        data=[6], dtype="int64", shape=[3, 40],
-        sparse_crow_indices=[0, 0, 1, 1], sparse_col_indices=[2],
+        data=[6],
+        dtype="int64",
+        shape=[3, 40],
+        sparse_crow_indices=[0, 0, 1, 1],
+        sparse_col_indices=[2],
     )
     result = base.sample(
         prompt_of(4, 5, 6, 7),
@@ -123,13 +126,15 @@ def test_alternative_tokens_of_the_prompt(base: tinker.SamplingClient) -> None:
 
 
 def test_snapshot_does_not_change_with_later_steps(training: tinker.TrainingClient) -> None:
-    data = [types.Datum(
-        model_input=prompt_of(1, 2, 3),
-        loss_fn_inputs={
-            "target_tokens": types.TensorData.from_numpy(np.array([2, 3, 4])),
-            "weights": types.TensorData.from_numpy(np.ones(3, np.float32)),
-        },
-    )]
+    data = [
+        types.Datum(
+            model_input=prompt_of(1, 2, 3),
+            loss_fn_inputs={
+                "target_tokens": types.TensorData.from_numpy(np.array([2, 3, 4])),
+                "weights": types.TensorData.from_numpy(np.ones(3, np.float32)),
+            },
+        )
+    ]
     params = types.SamplingParams(max_tokens=6, seed=3, stop=[])
 
     def step() -> None:

@@ -65,8 +65,12 @@ def test_port_in_use_is_one_sentence(tmp_path: Path) -> None:
 
 def test_config_says_where_each_setting_comes_from(tmp_path: Path) -> None:
     file = tmp_path / "settings.toml"
-    file.write_text('port = 1234\nlog_level = "error"\nbackend = "fake"\n[backend_config]\nload_s = 2\n')
-    result = run_command("config", "--config", str(file), "--port", "4321", HOSTED_TINKER_HOST="localhost")
+    file.write_text(
+        'port = 1234\nlog_level = "error"\nbackend = "fake"\n[backend_config]\nload_s = 2\n'
+    )
+    result = run_command(
+        "config", "--config", str(file), "--port", "4321", HOSTED_TINKER_HOST="localhost"
+    )
     rows = {
         cells[1].strip(): (cells[2].strip(), cells[3].strip())
         for line in result.stdout.splitlines()
@@ -155,7 +159,7 @@ def test_trainer_that_dies_is_started_anew(tmp_path: Path) -> None:
         path = run.save_state("safe").result().path
         for pid in children(server.process.pid):
             os.kill(pid, signal.SIGKILL)
-        with pytest.raises(tinker.RequestFailedError, match="last checkpoint|died"):
+        with pytest.raises(tinker.RequestFailedError, match=r"last checkpoint|died"):
             run.forward_backward([next_token_datum(range(5))], "cross_entropy").result()
         resumed = client.create_training_client_from_state_with_optimizer(path).result()
         passed = resumed.forward_backward([next_token_datum(range(5))], "cross_entropy")

@@ -142,7 +142,9 @@ def test_checkpoints_survive_the_server(tmp_path: Path) -> None:
         sampler_path = run.save_weights_for_sampler("kept").result().path
         rest = train(run, 2)
     with running_server(tmp_path, *flags) as server, server.client() as client:
-        assert train(client.create_training_client_from_state_with_optimizer(path).result(), 2) == rest
+        assert (
+            train(client.create_training_client_from_state_with_optimizer(path).result(), 2) == rest
+        )
         sampler = client.create_sampling_client(model_path=sampler_path).result()
         params = tinker.SamplingParams(max_tokens=2, seed=1)
         prompt = tinker.ModelInput.from_ints([1])

@@ -48,7 +48,9 @@ def test_two_dimensional_targets_differ_in_k(training: tinker.TrainingClient) ->
     wide[:, 0] = [3, 4, 5, 6]
     weights = (wide > 0).astype(np.float32)
     data = [
-        datum([1, 2], target_tokens=np.array([[2, 3], [4, 5]]), weights=np.ones((2, 2), np.float32)),
+        datum(
+            [1, 2], target_tokens=np.array([[2, 3], [4, 5]]), weights=np.ones((2, 2), np.float32)
+        ),
         tinker.Datum(
             model_input=tinker.ModelInput.from_ints([1, 2, 3, 4]),
             loss_fn_inputs={
@@ -80,7 +82,8 @@ def test_custom_loss_gradient_reaches_the_run(training: tinker.TrainingClient) -
     norm = training.optim_step(tinker.AdamParams(learning_rate=0.0)).result().metrics
     training.forward_backward(data, "cross_entropy").result()
     plain = training.optim_step(tinker.AdamParams(learning_rate=0.0)).result().metrics
-    assert norm and plain
+    assert norm
+    assert plain
     assert norm == pytest.approx(plain, rel=1e-5)
 
 

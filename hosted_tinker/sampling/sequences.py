@@ -1,0 +1,122 @@
+"""The state of requests and of the sequences that they run, without tensors.
+
+Shape letters: S sampled tokens, K most likely tokens.
+"""
+
+from __future__ import annotations
+
+import secrets
+from dataclasses import dataclass, field, replace
+from typing import Literal
+
+import numpy as np
+
+from hosted_tinker.errors import UserError
+from hosted_tinker.sampling.stopping import StopWatch
+from hosted_tinker.sampling.token_choice import UniformStream
+from hosted_tinker.types import (
+    Float32Array,
+    Int64Array,
+    Sample,
+    SampledSequence,
+    SampleOutput,
+    SamplingParams,
+    TopkLogprobs,
+)
+
+StopReason = Literal["stop", "length"]
+SAMPLE_STREAM, ALTERNATIVES_STREAM = 0, 1
+"""First number of the `UniformStream` keys of a request."""
+
+
+@dataclass(slots=True, eq=False)
+class PendingSample:
+    """A request from `add` to its end.
+
+    Attributes:
+        seed: the request's, or drawn.
+        max_tokens: of each sequence.
+        num_started: sequences started; they start in the order of their index.
+        prompt_scores: set when the first sequence starts, if asked for.
+        ended: index -> sequence.
+    """
+
+    sample: Sample
+    seed: int
+    max_tokens: int
+    num_started: int = 0
+    prompt_scores: SampleOutput | None = None
+    ended: dict[int, SampledSequence] = field(default_factory=dict[int, SampledSequence])
+
+    @property
+    def adapter_name(self) -> str | None:
+        return None if self.sample.adapter is None else self.sample.adapter.name
+
+    @property
+    def num_unstarted(self) -> int:
+        return self.sample.num_samples - self.num_started
+
+    @property
+    def output(self) -> SampleOutput | None:
+        """None while a sequence has not ended."""
+        if len(self.ended) < self.sample.num_samples:
+            return None
+        sequences = [self.ended[index] for index in range(self.sample.num_samples)]
+        return replace(self.prompt_scores or SampleOutput(()), sequences=sequences)
+
+
+@dataclass(slots=True, eq=False)
+class RunningSequence:
+    """One completion in the making. Its last token is not yet among the row's keys and values."""
+
+    request: PendingSample
+    index: int
+    watch: StopWatch
+    uniforms: UniformStream
+    tokens: list[int] = field(default_factory=list[int])
+    logprobs: list[float] = field(default_factory=list[float])
+    topk_token_ids: list[Int64Array] = field(default_factory=list[Int64Array])
+    topk_logprobs: list[Float32Array] = field(default_factory=list[Float32Array])
+
+    @property
+    def params(self) -> SamplingParams:
+        return self.request.sample.params
+
+    @property
+    def topk(self) -> int:
+        return self.request.sample.topk_sample_logprobs
+
+    def append(self, token: int, logprob: float) -> StopReason | None:
+        """Takes the next token; says why the sequence ends, if it does."""
+        self.tokens.append(token)
+        self.logprobs.append(logprob)
+        if self.watch.push(token):
+            return "stop"
+        return "length" if len(self.tokens) >= self.request.max_tokens else None
+
+    def end(self, reason: StopReason) -> None:
+        """Hands the completion to its request."""
+        self.request.ended[self.index] = SampledSequence(
+            tokens=np.array(self.tokens, np.int32),
+            logprobs=np.array(self.logprobs, np.float32),
+            stop_reason=reason,
+            topk_logprobs=TopkLogprobs(
+                np.array(self.topk_token_ids, np.int32).reshape(len(self.tokens), -1),
+                np.array(self.topk_logprobs, np.float32).reshape(len(self.tokens), -1),
+            )
+            if self.topk
+            else None,
+        )
+
+
+def open_request(sample: Sample, context_length: int) -> PendingSample:
+    """Raises UserError for a sequence longer than the context, which would be computed wrongly."""
+    room = context_length - len(sample.prompt)
+    max_tokens = room if sample.params.max_tokens is None else sample.params.max_tokens
+    if not 1 <= max_tokens <= room:
+        raise UserError(
+            f"a prompt of {len(sample.prompt)} tokens leaves room for {max(room, 0)} of the "
+            f"context's {context_length}; max_tokens is {sample.params.max_tokens}"
+        )
+    seed = secrets.randbits(63) if sample.params.seed is None else sample.params.seed
+    return PendingSample(sample, seed, max_tokens)

@@ -1,0 +1,300 @@
+"""The `pytorch` backend: a Hugging Face model in one process, LoRA adapters of many runs on it.
+
+A `forward_backward` is planned as micro-batches; each runs the decoder, scores the targets, and
+takes the gradient of its loss. The gradients are added to the run's only once all of them are
+there, so that a call that fails leaves the run as it was.
+
+Shape letters: B sequences, T longest of them, D hidden size, Q cells (a position and a target).
+"""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Self
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+from transformers.modeling_layers import GradientCheckpointingLayer
+
+from hosted_tinker.config import PytorchConfig
+from hosted_tinker.errors import NotFoundError, SettingsError, UserError
+from hosted_tinker.loss_specs import resolve_config
+from hosted_tinker.modeling.adapter_files import (
+    load_adapter_weights,
+    load_lora_config,
+    save_adapter,
+)
+from hosted_tinker.modeling.base_model import BaseModel, load_base_model, restrict_visible_gpus
+from hosted_tinker.modeling.lora import LoraModel, clone_to_cpu
+from hosted_tinker.modeling.target_logprobs import compute_target_logprobs
+from hosted_tinker.training.backend import ReportProgress
+from hosted_tinker.training.batch import MicroBatch, collate, plan_micro_batches, split_by_shape
+from hosted_tinker.training.lora_checks import check_lora, check_same_shape
+from hosted_tinker.training.losses import LOSSES
+from hosted_tinker.training.optim import AdamOptimizer, check_optimizer_state
+from hosted_tinker.types import (
+    AdamParams,
+    BaseModelInfo,
+    Float32Array,
+    ForwardBackward,
+    ForwardBackwardOutput,
+    LoraConfig,
+    OptimStepOutput,
+)
+
+OPTIMIZER_FILE = "optimizer.safetensors"
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """One run's state. Its parameters, with their gradients, are those of the optimizer."""
+
+    lora: LoraConfig
+    optimizer: AdamOptimizer
+
+
+@dataclass(frozen=True, slots=True)
+class Snapshot:
+    """A captured state, on the CPU."""
+
+    lora: LoraConfig
+    adapter: Mapping[str, Tensor]
+    optimizer: Mapping[str, Tensor] | None
+
+
+class PytorchBackend:
+    """Implements `TrainBackend`."""
+
+    def __init__(self, base_model: str, base: BaseModel, config: PytorchConfig) -> None:
+        self._base_model = base_model
+        self._base = base
+        self._config = config
+        self._lora = LoraModel(base.module)
+        self._runs: dict[str, Run] = {}
+        self._snapshots: dict[str, Snapshot] = {}
+        on_gpu = base.input_device.type == "cuda"
+        if on_gpu if config.gradient_checkpointing is None else config.gradient_checkpointing:
+            enable_gradient_checkpointing(base.module)
+
+    @classmethod
+    def load(cls, base_model: str, config: PytorchConfig, report_progress: ReportProgress) -> Self:
+        """Raises SettingsError if the model can't be loaded or trained."""
+        restrict_visible_gpus(config, "trainer")
+        report_progress(f"loading {base_model}")
+        return cls(base_model, load_base_model(base_model, config, "trainer"), config)
+
+    def describe_base_model(self) -> BaseModelInfo:
+        return self._base.describe()
+
+    def create_model(self, model_id: str, lora: LoraConfig) -> None:
+        self._check_is_new(model_id)
+        check_lora(lora, self._config.max_lora_rank)
+        self._lora.add_fresh_adapter(model_id, lora)
+        self._add_run(model_id, lora)
+
+    def unload_model(self, model_id: str) -> None:
+        self._runs.pop(model_id, None)
+        self._lora.remove_adapter(model_id)
+
+    def forward_backward(self, operation: ForwardBackward) -> ForwardBackwardOutput:
+        run = self._find_run(operation.model_id)
+        # The message is raised after the block, where the failed pass's tensors are free again.
+        with suppress(torch.OutOfMemoryError):
+            return self._sum_passes(run, operation)
+        longest = max(len(datum.tokens) for datum in operation.data)
+        raise UserError(
+            f"out of memory on {operation.num_tokens} tokens, the longest sequence "
+            f"{longest}; nothing was accumulated. Send shorter sequences, or have the server's "
+            f"micro_batch_tokens lowered (now {self._config.micro_batch_tokens})"
+        )
+
+    def optim_step(self, model_id: str, adam: AdamParams) -> OptimStepOutput:
+        norm = self._find_run(model_id).optimizer.step(adam)
+        return OptimStepOutput({"grad_norm": norm})
+
+    def clear_gradients(self, model_id: str) -> None:
+        self._find_run(model_id).optimizer.clear_gradients()
+
+    def capture_state(self, model_id: str, snapshot_id: str, *, with_optimizer: bool) -> None:
+        run = self._find_run(model_id)
+        self._snapshots[snapshot_id] = Snapshot(
+            lora=run.lora,
+            adapter=clone_to_cpu(run.optimizer.parameters),
+            optimizer=clone_to_cpu(run.optimizer.state_dict()) if with_optimizer else None,
+        )
+
+    def persist_state(self, snapshot_id: str, directory: Path) -> None:
+        snapshot = self._snapshots.pop(snapshot_id, None)
+        if snapshot is None:
+            raise NotFoundError(f"no captured state {snapshot_id!r}")
+        save_adapter(directory, snapshot.adapter, snapshot.lora, self._base_model)
+        if snapshot.optimizer is not None:
+            save_file(dict(snapshot.optimizer), directory / OPTIMIZER_FILE)
+        for path in (*directory.iterdir(), directory):
+            sync_to_disk(path)
+
+    def load_state(
+        self, model_id: str, directory: Path, *, with_optimizer: bool, create: bool
+    ) -> None:
+        lora = load_lora_config(directory)
+        if create:
+            self._check_is_new(model_id)
+        else:
+            check_same_shape(lora, self._find_run(model_id).lora)
+        check_lora(lora, self._config.max_lora_rank)
+        adapter = load_adapter_weights(directory)
+        shapes = self._check_adapter(adapter, lora)
+        optimizer_state = load_optimizer_state(directory, shapes) if with_optimizer else None
+        self._lora.set_adapter(model_id, adapter)
+        self._add_run(model_id, lora)
+        if optimizer_state is not None:
+            self._runs[model_id].optimizer.load_state_dict(optimizer_state)
+
+    def _check_is_new(self, model_id: str) -> None:
+        if model_id in self._runs:
+            raise UserError(f"run {model_id!r} exists already")
+
+    def _find_run(self, model_id: str) -> Run:
+        if model_id not in self._runs:
+            raise NotFoundError(f"no run {model_id!r} is loaded")
+        return self._runs[model_id]
+
+    def _add_run(self, model_id: str, lora: LoraConfig) -> None:
+        self._runs[model_id] = Run(lora, AdamOptimizer(self._lora.named_parameters(model_id)))
+
+    def _sum_passes(self, run: Run, operation: ForwardBackward) -> ForwardBackwardOutput:
+        """Runs all micro-batches, and only then touches the run's gradient."""
+        self._lora.routing.use_one(operation.model_id)
+        config = resolve_config(operation.loss_fn, operation.loss_fn_config)
+        parameters = list(run.optimizer.parameters.values())
+        gradients: list[Tensor] = []
+        logprobs: dict[int, Float32Array] = {}
+        loss_sum = 0.0
+        lengths = [len(datum.tokens) for datum in operation.data]
+        for indices in plan_micro_batches(lengths, self._config.micro_batch_tokens):
+            batch = collate([operation.data[index] for index in indices])
+            with torch.set_grad_enabled(not operation.forward_only):
+                logprobs_Q = self._score(batch)
+                inputs = {name: x.to(logprobs_Q.device) for name, x in batch.inputs.items()}
+                loss = LOSSES[operation.loss_fn](logprobs_Q, inputs, config)
+            loss_sum += check_loss(float(loss.detach()))
+            if not operation.forward_only:
+                new = torch.autograd.grad(loss, parameters, materialize_grads=True)
+                add_gradients(gradients, new)
+            values_Q = logprobs_Q.detach().cpu().numpy()
+            logprobs.update(zip(indices, split_by_shape(values_Q, batch.shapes), strict=True))
+        if not operation.forward_only:
+            accumulate(parameters, gradients)
+        return ForwardBackwardOutput(
+            [logprobs[index] for index in range(len(lengths))], {"loss:sum": loss_sum}
+        )
+
+    def _score(self, batch: MicroBatch) -> Tensor:
+        """Float32 [Q] log-probabilities of the targets."""
+        input_ids_BT = batch.input_ids_BT.to(self._base.input_device)
+        hidden_BTD = self._base.decoder(input_ids=input_ids_BT, use_cache=False).last_hidden_state
+        device = hidden_BTD.device
+        return compute_target_logprobs(
+            self._base,
+            hidden_BTD.flatten(0, 1)[batch.real_P.to(device)],
+            batch.position_Q.to(device),
+            batch.target_Q.to(device),
+            chunk_tokens=self._config.logits_chunk_tokens,
+        )
+
+    def _check_adapter(
+        self, adapter: Mapping[str, Tensor], lora: LoraConfig
+    ) -> dict[str, torch.Size]:
+        """The adapter's shapes. Raises UserError if it has other tensors than `lora` asks for."""
+        wanted: dict[str, torch.Size] = {}
+        for name in self._lora.select_layers(lora):
+            linear = self._lora.layers[name].base
+            wanted[f"{name}.lora_A.weight"] = torch.Size((lora.lora_rank, linear.in_features))
+            wanted[f"{name}.lora_B.weight"] = torch.Size((linear.out_features, lora.lora_rank))
+        for key in sorted(wanted.keys() | adapter.keys()):
+            if key not in adapter:
+                raise UserError(f"checkpoint lacks {key!r}, which a run of its shape trains")
+            if key not in wanted:
+                raise UserError(
+                    f"checkpoint has {key!r}, which {self._base_model!r} does not train"
+                )
+            if adapter[key].shape != wanted[key]:
+                raise UserError(
+                    f"checkpoint has {key!r} of shape {list(adapter[key].shape)}; "
+                    f"{self._base_model!r} needs {list(wanted[key])}"
+                )
+        return wanted
+
+
+def enable_gradient_checkpointing(module: PreTrainedModel) -> None:
+    """Layers recompute their activations in the backward pass.
+
+    They do so in training mode only. It is set on the layers and not on what is inside them, where
+    it would switch on dropout and the routers' jitter of some mixtures of experts.
+    """
+    try:
+        module.gradient_checkpointing_enable({"use_reentrant": False})
+    except ValueError as error:
+        raise SettingsError(f"{error} Set gradient_checkpointing to false") from error
+    for layer in module.modules():
+        if isinstance(layer, GradientCheckpointingLayer):
+            layer.training = True
+
+
+def check_loss(loss: float) -> float:
+    if not math.isfinite(loss):
+        raise UserError(
+            f"loss:sum is {loss}: nothing was accumulated. Either weights, advantages or importance "
+            "ratios of the data are too large, or the run has diverged"
+        )
+    return loss
+
+
+def add_gradients(totals: list[Tensor], gradients: Sequence[Tensor]) -> None:
+    """Adds in place; the first ones become the totals."""
+    if not totals:
+        totals.extend(gradients)
+        return
+    for total, gradient in zip(totals, gradients, strict=True):
+        total.add_(gradient)
+
+
+def accumulate(parameters: Sequence[nn.Parameter], gradients: Sequence[Tensor]) -> None:
+    """Adds to the parameters' gradients, without allocating: it can't fail halfway."""
+    for parameter, gradient in zip(parameters, gradients, strict=True):
+        if parameter.grad is None:
+            parameter.grad = gradient
+        else:
+            parameter.grad.add_(gradient)
+
+
+def load_optimizer_state(directory: Path, shapes: Mapping[str, torch.Size]) -> dict[str, Tensor]:
+    """Raises UserError if the checkpoint has none, or one of another adapter."""
+    path = directory / OPTIMIZER_FILE
+    if not path.exists():
+        raise UserError(
+            "the checkpoint has no optimizer state; load it without, or save it with save_state"
+        )
+    try:
+        state = load_file(path)
+    except (OSError, SafetensorError) as error:
+        raise UserError(f"optimizer state of the checkpoint cannot be read: {error}") from error
+    check_optimizer_state(state, shapes)
+    return state
+
+
+def sync_to_disk(path: Path) -> None:
+    """Makes a file, or a directory's list of files, survive a power cut."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
