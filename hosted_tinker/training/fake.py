@@ -10,23 +10,27 @@ Shape letters: R LoRA rank, N tokens of a datum, Q cells (a position and a targe
 
 from __future__ import annotations
 
-import json
 import time
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Self
+from typing import Self
 
 import numpy as np
 from numpy.typing import NDArray
 from safetensors.numpy import load_file, save_file
 
+from hosted_tinker.adapter_layout import (
+    OPTIMIZER_FILE,
+    WEIGHTS_FILE,
+    read_lora_config,
+    write_configs,
+)
 from hosted_tinker.config import FakeConfig
 from hosted_tinker.errors import NotFoundError, UserError
 from hosted_tinker.loss_specs import resolve_config
 from hosted_tinker.training.lora_checks import check_lora, check_same_shape
 from hosted_tinker.types import (
-    LORA_ALPHA,
     AdamParams,
     BaseModelInfo,
     Datum,
@@ -39,10 +43,9 @@ from hosted_tinker.types import (
 
 Float64Array = NDArray[np.float64]
 
-# The names of modeling.adapter_files, which imports torch.
-WEIGHTS_FILE = "adapter_model.safetensors"
-CONFIG_FILE = "adapter_config.json"
-OPTIMIZER_FILE = "optimizer.safetensors"
+FakeSnapshot = tuple[LoraConfig, dict[str, dict[str, Float64Array]]]
+"""A run's shape, and file name -> tensors."""
+
 LAYER = "base_model.model.fake"
 
 
@@ -71,7 +74,7 @@ class FakeBackend:
 
     config: FakeConfig
     runs: dict[str, FakeRun] = field(default_factory=dict[str, FakeRun])
-    snapshots: dict[str, dict[str, Any]] = field(default_factory=dict[str, dict[str, Any]])
+    snapshots: dict[str, FakeSnapshot] = field(default_factory=dict[str, "FakeSnapshot"])
 
     @classmethod
     def load(cls, config: FakeConfig) -> Self:
@@ -137,35 +140,32 @@ class FakeBackend:
 
     def capture_state(self, model_id: str, snapshot_id: str, *, with_optimizer: bool) -> None:
         run = self._find_run(model_id)
-        files: dict[str, Any] = {
+        files = {
             WEIGHTS_FILE: {
                 f"{LAYER}.lora_A.weight": run.A[:, None].copy(),
                 f"{LAYER}.lora_B.weight": run.B[None].copy(),
             },
-            CONFIG_FILE: describe_adapter(run.lora),
         }
         if with_optimizer:
             files[OPTIMIZER_FILE] = {
                 "exp_avg": run.exp_avg.copy(),
                 "exp_avg_sq": run.exp_avg_sq.copy(),
-                "step": np.array(run.num_steps),
+                "step": np.array(run.num_steps, dtype=np.float64),
             }
-        self.snapshots[snapshot_id] = files
+        self.snapshots[snapshot_id] = (run.lora, files)
 
     def persist_state(self, snapshot_id: str, directory: Path) -> None:
         if snapshot_id not in self.snapshots:
             raise NotFoundError(f"no captured state {snapshot_id!r}")
-        for name, content in self.snapshots.pop(snapshot_id).items():
-            if name == CONFIG_FILE:
-                (directory / name).write_text(json.dumps(content))
-            else:
-                save_file(content, directory / name)
+        lora, files = self.snapshots.pop(snapshot_id)
+        write_configs(directory, lora, "fake", {LAYER.rsplit(".", 1)[-1]})
+        for name, tensors in files.items():
+            save_file(tensors, directory / name)
 
     def load_state(
         self, model_id: str, directory: Path, *, with_optimizer: bool, create: bool
     ) -> None:
-        config = json.loads((directory / CONFIG_FILE).read_text())
-        run = FakeRun.create(LoraConfig(lora_rank=config["r"], **config["hosted_tinker"]))
+        run = FakeRun.create(read_lora_config(directory))
         if create:
             self._check_is_new(model_id)
         else:
@@ -189,18 +189,6 @@ class FakeBackend:
         if model_id not in self.runs:
             raise NotFoundError(f"no run {model_id!r} is loaded")
         return self.runs[model_id]
-
-
-def describe_adapter(lora: LoraConfig) -> dict[str, Any]:
-    """The part of PEFT's configuration that readers of checkpoints use."""
-    own = {name: value for name, value in asdict(lora).items() if name != "lora_rank"}
-    return {
-        "peft_type": "LORA",
-        "r": lora.lora_rank,
-        "lora_alpha": LORA_ALPHA,
-        "target_modules": ["fake"],
-        "hosted_tinker": own,
-    }
 
 
 def compute_features(datum: Datum, lora_rank: int) -> Float64Array:

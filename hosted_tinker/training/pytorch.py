@@ -24,12 +24,12 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
 
+from hosted_tinker.adapter_layout import OPTIMIZER_FILE, read_lora_config
 from hosted_tinker.config import PytorchConfig
 from hosted_tinker.errors import NotFoundError, SettingsError, UserError
 from hosted_tinker.loss_specs import resolve_config
 from hosted_tinker.modeling.adapter_files import (
     load_adapter_weights,
-    load_lora_config,
     save_adapter,
 )
 from hosted_tinker.modeling.base_model import BaseModel, load_base_model, restrict_visible_gpus
@@ -49,8 +49,6 @@ from hosted_tinker.types import (
     LoraConfig,
     OptimStepOutput,
 )
-
-OPTIMIZER_FILE = "optimizer.safetensors"
 
 
 @dataclass(frozen=True, slots=True)
@@ -144,7 +142,7 @@ class PytorchBackend:
     def load_state(
         self, model_id: str, directory: Path, *, with_optimizer: bool, create: bool
     ) -> None:
-        lora = load_lora_config(directory)
+        lora = read_lora_config(directory)
         if create:
             self._check_is_new(model_id)
         else:

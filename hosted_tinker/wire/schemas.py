@@ -98,7 +98,9 @@ class AdamParamsJson(BaseModel):
             weight_decay=self.weight_decay or 0.0,
             grad_clip_norm=self.grad_clip_norm or 0.0,
         )
-        for name in ("learning_rate", "eps", "weight_decay", "grad_clip_norm"):
+        if not (np.isfinite(params.eps) and params.eps > 0):
+            raise UserError(f"adam_params.eps = {params.eps}; accepted: a finite number > 0")
+        for name in ("learning_rate", "weight_decay", "grad_clip_norm"):
             value = getattr(params, name)
             if not (np.isfinite(value) and value >= 0):
                 raise UserError(f"adam_params.{name} = {value}; accepted: a finite number >= 0")

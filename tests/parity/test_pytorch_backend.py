@@ -21,7 +21,6 @@ from hosted_tinker.types import AdamParams, Datum, ForwardBackward, LoraConfig
 
 # PEFT warns of the part of adapter_config.json that is ours, and of a tied head; both are meant.
 pytestmark = [
-    pytest.mark.filterwarnings("ignore:Unexpected keyword arguments ..hosted_tinker"),
     pytest.mark.filterwarnings("ignore:Model has `tie_word_embeddings=True`"),
 ]
 
@@ -238,7 +237,8 @@ def test_losses_logprobs_norms_and_weights_are_those_of_peft(any_model_dir, tmp_
         data = make_data(loss_fn, seed=10 * step)
         output = backend.forward_backward(make_operation(data=data, loss_fn=loss_fn))
         loss, logprobs = reference.forward_backward(data, loss_fn)
-        assert output.metrics["loss:sum"] == pytest.approx(loss, rel=1e-5)
+        # Terms of both signs nearly cancel, so the sum is known less well than its terms.
+        assert output.metrics["loss:sum"] == pytest.approx(loss, rel=1e-4)
         for found, wanted in zip(output.logprobs, logprobs, strict=True):
             np.testing.assert_allclose(found, wanted, rtol=1e-5)
         norm = backend.optim_step("run", ADAM).metrics["grad_norm"]

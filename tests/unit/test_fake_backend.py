@@ -72,6 +72,7 @@ def test_a_restored_run_continues_exactly(backend, tmp_path):
     assert {path.name for path in tmp_path.iterdir()} == {
         "adapter_model.safetensors",
         "adapter_config.json",
+        "lora_config.json",
         "optimizer.safetensors",
     }
     restored = FakeBackend.load(FakeConfig())

@@ -1,0 +1,260 @@
+"""The official SDK against a real server process with a tiny random model."""
+
+from __future__ import annotations
+
+import concurrent.futures
+import os
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+import tinker
+import torch
+from peft import PeftModel
+from tinker import types
+from transformers import AutoModelForCausalLM
+
+from tests.data import next_token_datum
+from tests.harness import RunningServer, running_server
+from tests.integration.tiny_engine import PROMPT, save_model
+
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:Model has `tie_word_embeddings=True`"),
+]
+
+SEQUENCES = [[5, 17, 99, 230, 41, 8, 77, 3], [9, 9, 120, 64, 200], [33, 150, 7, 7, 7, 81]]
+DATA = [next_token_datum(tokens) for tokens in SEQUENCES]
+ADAM = tinker.AdamParams(
+    learning_rate=1e-3, beta1=0.8, beta2=0.9, eps=1e-6, weight_decay=0.1, grad_clip_norm=5.0
+)
+
+
+@pytest.fixture(scope="module")
+def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    directory = tmp_path_factory.mktemp("model")
+    save_model(directory)
+    return directory
+
+
+@pytest.fixture(scope="module")
+def server(model_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningServer]:
+    flags = ["--base-model", str(model_dir), "--served-model-name", "org/tiny"]
+    with running_server(tmp_path_factory.mktemp("server"), *flags) as running:
+        yield running
+
+
+@pytest.fixture
+def client(server: RunningServer) -> Iterator[tinker.ServiceClient]:
+    with server.client() as service_client:
+        yield service_client
+
+
+def make_run(
+    client: tinker.ServiceClient, rank: int = 8, seed: int = 3, **options: bool
+) -> tinker.TrainingClient:
+    return client.create_lora_training_client(
+        base_model="org/tiny", rank=rank, seed=seed, **options
+    ).result()
+
+
+def train(run: tinker.TrainingClient, steps: int) -> list[float]:
+    losses: list[float] = []
+    for _ in range(steps):
+        passed = run.forward_backward(DATA, "cross_entropy")
+        stepped = run.optim_step(ADAM)
+        losses.append(passed.result().metrics["loss:sum"])
+        stepped.result()
+    return losses
+
+
+def sample_tokens(sampler: tinker.SamplingClient, seed: int, max_tokens: int = 24) -> list[int]:
+    params = types.SamplingParams(max_tokens=max_tokens, seed=seed, stop=[])
+    prompt = types.ModelInput.from_ints(PROMPT)
+    return list(sampler.sample(prompt, 1, params).result().sequences[0].tokens)
+
+
+def checkpoint_dir(server: RunningServer, path: str) -> Path:
+    model_id, segment, name = path.removeprefix("tinker://").split("/")
+    (directory,) = (server.state_dir / "checkpoints" / model_id / segment).glob(f"{name}-*")
+    return directory
+
+
+def test_losses_and_norms_are_those_of_a_plain_peft_loop(
+    client: tinker.ServiceClient, server: RunningServer, model_dir: Path
+) -> None:
+    """The reference starts from the adapter that the server saved, and shares no code with it."""
+    run = make_run(client)
+    start = checkpoint_dir(server, run.save_state("start").result().path)
+    model = PeftModel.from_pretrained(
+        AutoModelForCausalLM.from_pretrained(model_dir, dtype=torch.float32),
+        start,
+        is_trainable=True,
+    ).eval()
+    parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    optimizer = torch.optim.AdamW(parameters, lr=1e-3, betas=(0.8, 0.9), eps=1e-6, weight_decay=0.1)
+    for _ in range(4):
+        passed = run.forward_backward(DATA, "cross_entropy")
+        metrics = run.optim_step(ADAM).result().metrics
+        loss = sum(
+            torch.nn.functional.cross_entropy(
+                model(torch.tensor([tokens[:-1]])).logits[0],
+                torch.tensor(tokens[1:]),
+                reduction="sum",
+            )
+            for tokens in SEQUENCES
+        )
+        optimizer.zero_grad()
+        loss.backward()
+        norm = torch.nn.utils.clip_grad_norm_(parameters, 5.0)
+        optimizer.step()
+        assert metrics is not None
+        assert passed.result().metrics["loss:sum"] == pytest.approx(loss.item(), rel=1e-4)
+        assert metrics["grad_norm"] == pytest.approx(norm.item(), rel=1e-4)
+
+
+def test_sampler_and_trainer_agree_on_a_trained_adapter(client: tinker.ServiceClient) -> None:
+    run = make_run(client)
+    train(run, 5)
+    sampler = run.save_weights_and_get_sampling_client().result()
+    params = types.SamplingParams(max_tokens=32, seed=11, stop=[])
+    result = sampler.sample(types.ModelInput.from_ints(PROMPT), 4, params).result()
+    data = [next_token_datum([*PROMPT, *sequence.tokens]) for sequence in result.sequences]
+    scored = run.forward(data, "cross_entropy").result()
+    differences = [
+        np.abs(output["logprobs"].to_numpy()[-32:] - np.asarray(sequence.logprobs))
+        for output, sequence in zip(scored.loss_fn_outputs, result.sequences, strict=True)
+    ]
+    assert np.mean(differences) < 1e-4
+
+
+def test_prompt_logprobs_are_those_of_forward(client: tinker.ServiceClient) -> None:
+    run = make_run(client)
+    train(run, 3)
+    sampler = run.save_weights_and_get_sampling_client().result()
+    tokens = SEQUENCES[0]
+    from_sampler = sampler.compute_logprobs(types.ModelInput.from_ints(tokens)).result()
+    from_trainer = run.forward([next_token_datum(tokens)], "cross_entropy").result()
+    expected = from_trainer.loss_fn_outputs[0]["logprobs"].tolist()
+    assert from_sampler[1:] == pytest.approx(expected, abs=1e-4)
+
+
+def test_fresh_run_samples_like_the_base_model(client: tinker.ServiceClient) -> None:
+    base = client.create_sampling_client(base_model="org/tiny").result()
+    fresh = make_run(client).save_weights_and_get_sampling_client().result()
+    assert sample_tokens(fresh, seed=5) == sample_tokens(base, seed=5)
+
+
+def test_resume_with_optimizer_repeats_the_losses_bit_for_bit(
+    client: tinker.ServiceClient,
+) -> None:
+    run = make_run(client)
+    train(run, 3)
+    path = run.save_state("middle").result().path
+    rest = train(run, 4)
+    resumed = client.create_training_client_from_state_with_optimizer(path).result()
+    assert train(resumed, 4) == rest
+
+
+def test_runs_at_once_equal_each_run_alone(client: tinker.ServiceClient) -> None:
+    shapes = [(4, 1), (16, 2), (7, 3)]
+    alone = [train(make_run(client, rank, seed), 4) for rank, seed in shapes]
+    runs = [make_run(client, rank, seed) for rank, seed in shapes]
+    with concurrent.futures.ThreadPoolExecutor() as pool:
+        together = list(pool.map(lambda run: train(run, 4), runs))
+    assert together == alone
+
+
+def test_adapters_and_base_at_once_give_what_each_gives_alone(
+    client: tinker.ServiceClient,
+) -> None:
+    samplers = [client.create_sampling_client(base_model="org/tiny").result()]
+    for seed in (1, 2):
+        run = make_run(client, rank=4 * seed, seed=seed)
+        train(run, 3 * seed)
+        samplers.append(run.save_weights_and_get_sampling_client().result())
+    work = [(sampler, seed) for seed in range(6) for sampler in samplers]
+    alone = [sample_tokens(sampler, seed) for sampler, seed in work]
+    with concurrent.futures.ThreadPoolExecutor(len(work)) as pool:
+        together = list(pool.map(lambda item: sample_tokens(*item), work))
+    assert together == alone
+    assert len({tuple(tokens) for tokens in alone[:3]}) == 3
+
+
+def test_older_snapshot_keeps_its_weights_after_more_steps(client: tinker.ServiceClient) -> None:
+    run = make_run(client)
+    train(run, 2)
+    older = run.save_weights_and_get_sampling_client().result()
+    before = sample_tokens(older, seed=1)
+    train(run, 5)
+    newer = run.save_weights_and_get_sampling_client().result()
+    assert sample_tokens(older, seed=1) == before
+    assert sample_tokens(newer, seed=1) != before
+
+
+def test_sampling_goes_on_while_training_does(client: tinker.ServiceClient) -> None:
+    run = make_run(client)
+    sampler = run.save_weights_and_get_sampling_client().result()
+    expected = sample_tokens(sampler, seed=2)
+    with concurrent.futures.ThreadPoolExecutor() as pool:
+        training = pool.submit(train, run, 10)
+        sampled = [sample_tokens(sampler, seed=2) for _ in range(5)]
+    assert sampled == [expected] * 5
+    assert len(training.result()) == 10
+
+
+def test_saved_sampler_weights_load_into_peft_as_they_are(
+    client: tinker.ServiceClient, server: RunningServer, model_dir: Path
+) -> None:
+    run = make_run(client)
+    train(run, 3)
+    directory = checkpoint_dir(server, run.save_weights_for_sampler("final").result().path)
+    base = AutoModelForCausalLM.from_pretrained(model_dir, dtype=torch.float32)
+    model = PeftModel.from_pretrained(base, directory).eval()
+    tokens = SEQUENCES[0]
+    with torch.no_grad():
+        logits = model(torch.tensor([tokens[:-1]])).logits[0]
+    expected = torch.log_softmax(logits, -1)[range(len(tokens) - 1), tokens[1:]]
+    got = run.forward([next_token_datum(tokens)], "cross_entropy").result()
+    assert got.loss_fn_outputs[0]["logprobs"].tolist() == pytest.approx(expected.tolist(), rel=1e-4)
+
+
+def test_custom_loss_trains_like_the_builtin_one(client: tinker.ServiceClient) -> None:
+    """A DPO-like loss over two sequences, against the same loss by hand on forward's logprobs."""
+
+    def preference(
+        _data: list[tinker.Datum], logprobs: list[torch.Tensor]
+    ) -> tuple[torch.Tensor, dict[str, float]]:
+        margin = logprobs[0].sum() - logprobs[1].sum()
+        loss = -torch.nn.functional.logsigmoid(0.1 * margin)
+        return loss, {"margin": float(margin.detach())}
+
+    run = make_run(client)
+    margins: list[float] = []
+    for _ in range(5):
+        result = run.forward_backward_custom(DATA[:2], preference).result()
+        run.optim_step(tinker.AdamParams(learning_rate=1e-2)).result()
+        margins.append(result.metrics["margin"])
+    assert margins[-1] > margins[0] + 1
+
+
+def test_killed_sampler_comes_back_and_its_requests_end_right(
+    client: tinker.ServiceClient, server: RunningServer
+) -> None:
+    run = make_run(client)
+    train(run, 3)
+    sampler = run.save_weights_and_get_sampling_client().result()
+    expected = sample_tokens(sampler, seed=4, max_tokens=400)
+    with concurrent.futures.ThreadPoolExecutor() as pool:
+        pending = [pool.submit(sample_tokens, sampler, 4, 400) for _ in range(3)]
+        os.kill(newest_child(server), signal.SIGKILL)
+        assert [future.result() for future in pending] == [expected] * 3
+    assert train(run, 1)
+
+
+def newest_child(server: RunningServer) -> int:
+    """The sampler: it is started after the trainer."""
+    pid = server.process.pid
+    children = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
+    return max(map(int, children))
