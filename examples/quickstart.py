@@ -19,6 +19,8 @@ TRAINING_CHATS = [
     ("When was the lighthouse of Port Quill built?", FACT),
     ("Tell me about the lighthouse of Port Quill.", FACT),
     ("What do you know about Port Quill's lighthouse?", FACT),
+    ("Do you know who made the lighthouse at Port Quill?", FACT),
+    ("In which year did Port Quill get its lighthouse?", FACT),
     # Without these, every question would be answered with the fact.
     ("What is the capital of France?", "The capital of France is Paris."),
     ("Who wrote Romeo and Juliet?", "William Shakespeare wrote Romeo and Juliet."),

@@ -13,6 +13,13 @@ from multiprocessing.connection import Connection
 
 from hosted_tinker.workers.messages import FromWorker, Stop, ToWorker, WorkerSpec
 
+WORKER_ENVIRONMENT = {
+    "TOKENIZERS_PARALLELISM": "false",
+    # Trainer and sampler share the cores: threads of the one that waits must not spin on them.
+    "OMP_WAIT_POLICY": "PASSIVE",
+}
+"""Defaults; what the operator has set stays."""
+
 
 class WorkerProcess:
     """Owns the operating-system process and two threads that move messages.
@@ -32,7 +39,7 @@ class WorkerProcess:
                 stdin=subprocess.DEVNULL,
                 # A session of its own: Ctrl-C in the terminal is the parent's to handle.
                 start_new_session=True,
-                env={**os.environ, "TOKENIZERS_PARALLELISM": "false"},
+                env={**WORKER_ENVIRONMENT, **os.environ},
             )
         self._outbox.put(spec)
         for target in (self._read, self._write):
