@@ -4,7 +4,7 @@
 # make check        format, lint, types, shell scripts
 # make test         all tests; a part of them with ARGS, e.g. make test ARGS="-m 'not slow'"
 
-.PHONY: quickstart serve install check test
+.PHONY: quickstart serve install check test proto
 .DELETE_ON_ERROR:
 
 # The first Python that this package supports.
@@ -47,3 +47,7 @@ test: .venv/.installed-dev
 .venv/.installed-dev: .venv/.installed
 	$(PIP) -e '.[dev]'
 	@touch $@
+
+# hosted_tinker/wire/tinker_pb2.py and its stub, out of tinker.proto
+proto: .venv/.installed-dev
+	$(BIN)/python -m grpc_tools.protoc -I. --python_out=. --pyi_out=. hosted_tinker/wire/tinker.proto

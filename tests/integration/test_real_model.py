@@ -109,7 +109,5 @@ def make_policy_datum(
         tokens[:-1],
         target_tokens=np.asarray(tokens[1:], dtype=np.int64),
         logprobs=np.asarray([*padding, *(sequence.logprobs or [])], dtype=np.float32),
-        advantages=np.asarray(
-            [*padding, *[advantage] * len(sequence.tokens)], dtype=np.float32
-        ),
+        advantages=np.asarray([*padding, *[advantage] * len(sequence.tokens)], dtype=np.float32),
     )
