@@ -8,6 +8,7 @@ import logging
 import signal
 import socket
 import sys
+import time
 from collections.abc import Callable, Generator
 
 import uvicorn
@@ -126,12 +127,13 @@ async def load(server: Server, http: HttpServer, listener: socket.socket) -> Non
 async def show_progress(server: Server) -> None:
     """A live line on a terminal, a log line for each phase elsewhere."""
     console = Console(stderr=True)
+    started = time.monotonic()
     shown = ""
     with console.status("starting") if console.is_terminal else contextlib.nullcontext() as status:
         while True:
             phase = server.describe_loading()
             if status is not None:
-                status.update(phase)
+                status.update(f"{phase} ({time.monotonic() - started:.0f} s)")
             elif phase != shown:
                 logger.info("loading phase=%s", phase)
             shown = phase
