@@ -79,7 +79,9 @@ END
 }
 
 print_next_steps() {
-    cat <<'END'
+    cat <<END
+
+The adapters are in $STATE_DIR/checkpoints, in PEFT's layout.
 
 To go on:
   make serve                                        keeps a server running on port 8000
