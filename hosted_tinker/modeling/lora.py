@@ -88,7 +88,11 @@ class LoraLinear(nn.Module):
 
 
 class LoraModel:
-    """The adaptable layers of a base model, in the module's order."""
+    """The adaptable layers of a base model, in the module's order.
+
+    `has_fused_experts`: the model is a mixture of experts whose experts are stacked in parameters
+    of three dimensions, on which no adapter of this server can go.
+    """
 
     def __init__(self, module: PreTrainedModel) -> None:
         """Replaces every adaptable layer of `module` in place.
@@ -99,6 +103,10 @@ class LoraModel:
         self.routing = Routing()
         self.layers: dict[str, LoraLinear] = {}
         self.group_of: dict[str, str] = {}
+        self.has_fused_experts = any(
+            parameter.dim() == 3 and MLP_PATTERN.search(name)
+            for name, parameter in module.get_decoder().named_parameters()
+        )
         head = module.get_output_embeddings()
         in_decoder = set(module.get_decoder().modules())
         for name, linear in find_linear_layers(module):

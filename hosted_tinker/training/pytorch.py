@@ -95,6 +95,11 @@ class PytorchBackend:
     def create_model(self, model_id: str, lora: LoraConfig) -> None:
         self._check_is_new(model_id)
         check_lora(lora, self._config.max_lora_rank)
+        if lora.train_mlp and self._lora.has_fused_experts:
+            raise UserError(
+                f"train_mlp is true, but the experts of {self._base_model!r} can't be adapted by "
+                "this server; create the run with train_mlp=False"
+            )
         self._lora.add_fresh_adapter(model_id, lora)
         self._add_run(model_id, lora)
 

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 from peft import PeftModel
-from transformers import AutoModelForCausalLM, LlamaConfig, Qwen3Config
+from transformers import AutoModelForCausalLM, LlamaConfig, Qwen3Config, Qwen3MoeConfig
 
 from hosted_tinker.config import PytorchConfig
 from hosted_tinker.errors import NotFoundError, UserError
@@ -587,3 +587,15 @@ def test_a_checkpoint_of_another_model_is_refused(backend, tmp_path, changes, me
         other.load_state("run", directory, with_optimizer=True, create=True)
     with pytest.raises(NotFoundError):
         other.clear_gradients("run")
+
+
+def test_experts_that_cannot_be_adapted_are_refused_and_attention_trains(tmp_path):
+    config = Qwen3MoeConfig(**SHAPE, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=64)
+    torch.manual_seed(0)
+    AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path)
+    backend = load(str(tmp_path))
+    with pytest.raises(UserError, match="train_mlp=False"):
+        backend.create_model("run", LORA)
+    backend.create_model("run", LoraConfig(lora_rank=4, seed=7, train_mlp=False))
+    assert np.isfinite(backend.forward_backward(make_operation()).metrics["loss:sum"])
+    assert backend.optim_step("run", ADAM).metrics["grad_norm"] > 0
