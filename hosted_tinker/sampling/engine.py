@@ -1,4 +1,4 @@
-"""What an embedded sampling engine is, and which one a backend brings."""
+"""What an embedded sampling engine is."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import Protocol
 
 from hosted_tinker.types import BaseModelInfo, Sample, SampleOutput
-from hosted_tinker.workers.messages import Failure, WorkerSpec
+from hosted_tinker.workers.messages import Failure
 
 FinishSample = Callable[[str, SampleOutput | Failure], None]
 """Called with (request_id, result) when a request ends."""
@@ -39,22 +39,3 @@ class SamplingEngine(Protocol):
     def step(self) -> None:
         """Admits waiting requests and advances every running sequence by one token."""
         ...
-
-
-def load_engine(
-    spec: WorkerSpec, report_progress: Callable[[str], None], finish: FinishSample
-) -> SamplingEngine:
-    """Loads the embedded engine of `spec.backend`; heavy imports happen here."""
-    match spec.backend:
-        case "pytorch":
-            from hosted_tinker.sampling.transformers_engine import TransformersEngine
-
-            return TransformersEngine.load(
-                spec.base_model, spec.backend_config, report_progress, finish
-            )
-        case "fake":
-            from hosted_tinker.sampling.fake import FakeEngine
-
-            return FakeEngine(spec.backend_config, finish)
-        case _:
-            raise AssertionError(f"settings let backend {spec.backend!r} through")

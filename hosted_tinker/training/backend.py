@@ -1,4 +1,4 @@
-"""What a training backend is, and which one a name stands for."""
+"""What a training backend is."""
 
 from __future__ import annotations
 
@@ -14,7 +14,6 @@ from hosted_tinker.types import (
     LoraConfig,
     OptimStepOutput,
 )
-from hosted_tinker.workers.messages import WorkerSpec
 
 ReportProgress = Callable[[str], None]
 
@@ -64,18 +63,3 @@ class TrainBackend(Protocol):
     ) -> None:
         """Sets a run's adapter and, if asked, optimizer from a directory."""
         ...
-
-
-def load_backend(spec: WorkerSpec, report_progress: ReportProgress) -> TrainBackend:
-    """Loads the backend that `spec.backend` names; heavy imports happen here."""
-    match spec.backend:
-        case "pytorch":
-            from hosted_tinker.training.pytorch import PytorchBackend
-
-            return PytorchBackend.load(spec.base_model, spec.backend_config, report_progress)
-        case "fake":
-            from hosted_tinker.training.fake import FakeBackend
-
-            return FakeBackend.load(spec.backend_config)
-        case _:
-            raise AssertionError(f"settings let backend {spec.backend!r} through")

@@ -20,8 +20,8 @@ from multiprocessing.connection import Connection
 from typing import Any
 
 from hosted_tinker.errors import HostedTinkerError
-from hosted_tinker.sampling.engine import SamplingEngine, load_engine
-from hosted_tinker.training.backend import TrainBackend, load_backend
+from hosted_tinker.sampling.engine import SamplingEngine
+from hosted_tinker.training.backend import TrainBackend
 from hosted_tinker.types import (
     CancelSample,
     CaptureState,
@@ -36,6 +36,7 @@ from hosted_tinker.types import (
     TrainingOperation,
     UnloadModel,
 )
+from hosted_tinker.workers.loading import load_backend, load_engine
 from hosted_tinker.workers.messages import (
     Call,
     Failure,
