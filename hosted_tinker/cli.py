@@ -12,10 +12,14 @@ from rich.console import Console
 from rich.table import Table
 
 from hosted_tinker import __version__
-from hosted_tinker.config import BACKEND_CONFIGS, LoadedSettings, Settings, load_settings
+from hosted_tinker.config import (
+    BACKEND_CONFIGS,
+    SECRET_FIELDS,
+    LoadedSettings,
+    Settings,
+    load_settings,
+)
 from hosted_tinker.errors import HostedTinkerError
-
-SECRET_FIELDS = {"api_key"}
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -20,6 +20,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_valida
 from hosted_tinker.errors import SettingsError
 
 ENV_PREFIX = "HOSTED_TINKER_"
+SECRET_FIELDS = {"api_key"}
 BackendName = Literal["pytorch", "fake"]
 
 
@@ -326,7 +327,8 @@ def describe_errors(error: ValidationError, origins: Mapping[str, str]) -> str:
             sentence = f"unknown setting {field!r}; accepted: {accepted}"
         else:
             message = item["msg"].removeprefix("Value error, ")
-            sentence = f"{field} = {item['input']!r}: {message}" if field else message
+            value = "(hidden)" if field in SECRET_FIELDS else repr(item["input"])
+            sentence = f"{field} = {value}: {message}" if field else message
         origin = origins.get(parts[0]) if parts else None
         sentences.append(f"{sentence} (from {origin})" if origin else sentence)
     return "; ".join(sentences)

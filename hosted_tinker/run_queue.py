@@ -17,6 +17,9 @@ from hosted_tinker.errors import UserError
 from hosted_tinker.futures import Future
 from hosted_tinker.types import FutureResult, TrainingOperation
 
+CREATE_SEQ_ID = 0
+"""The request that creates a run comes before its first numbered one."""
+
 Finish = Callable[[Any], Awaitable[FutureResult]]
 
 
@@ -46,7 +49,7 @@ class RunQueue:
 
     def __init__(self, gap_s: float) -> None:
         self._gap_s = gap_s
-        self._next_seq_id = 0
+        self._next_seq_id = CREATE_SEQ_ID
         self._waiting: dict[int, Job] = {}
         self._gap_since: float | None = None
 

@@ -7,7 +7,12 @@ import logging
 import time
 from dataclasses import replace
 
-from hosted_tinker.errors import BusyError, HostedTinkerError, WorkerDiedError
+from hosted_tinker.errors import (
+    BusyError,
+    HostedTinkerError,
+    WorkerDiedError,
+    WorkerFailedError,
+)
 from hosted_tinker.futures import Future, Futures, Waiting
 from hosted_tinker.sampling.request_checks import check_sample
 from hosted_tinker.types import CancelSample, Sample, SampleOutput
@@ -53,6 +58,11 @@ class SamplingScheduler:
         except HostedTinkerError as error:
             logger.info("sample failed request_id=%s error=%s", sample.request_id, error)
             self._futures.settle(future, error)
+            return
+        except Exception as error:
+            logger.exception("sample failed request_id=%s", sample.request_id)
+            internal = WorkerFailedError(f"internal error: {type(error).__name__}: {error}")
+            self._futures.settle(future, internal)
             return
         logger.info(
             "sample adapter=%s prompt_tokens=%d sampled_tokens=%d ms=%.0f",

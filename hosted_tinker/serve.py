@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import resource
 import signal
 import socket
 import sys
@@ -38,6 +39,7 @@ def serve(settings: Settings) -> None:
     )
     for noisy in ("httpx", "uvicorn.error"):
         logging.getLogger(noisy).setLevel(logging.WARNING)
+    allow_many_connections()
     with bind(settings.host, settings.port) as listener:
         asyncio.run(serve_on(settings, listener))
 
@@ -89,6 +91,13 @@ class HttpServer(uvicorn.Server):
         """Begins to stop."""
         self._on_exit()
         self.should_exit = True
+
+
+def allow_many_connections() -> None:
+    """Every held poll is a connection; the usual soft limit of 1,024 files is soon reached."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft < hard:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
 
 
 def bind(host: str, port: int) -> socket.socket:

@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import fcntl
 import logging
+import sqlite3
 import time
 from dataclasses import replace
 from pathlib import Path
-from typing import Literal
+from typing import Literal, TextIO
 
 from hosted_tinker.checkpoints import CheckpointSaver
 from hosted_tinker.config import Settings
 from hosted_tinker.default_model import DEFAULT_MODEL_NAME, ensure_default_model
+from hosted_tinker.errors import SettingsError
 from hosted_tinker.futures import Futures
 from hosted_tinker.model_names import ModelNames
 from hosted_tinker.sampling_scheduler import SamplingScheduler
@@ -38,7 +41,7 @@ class Server:
 
     def __init__(self, settings: Settings) -> None:
         self.settings = settings
-        settings.state_dir.mkdir(parents=True, exist_ok=True)
+        self._lock = lock_state_dir(settings.state_dir)
         self.files = CheckpointFiles(settings.state_dir)
         self.files.prepare()
         self.metadata = Metadata(open_database(settings.state_dir / "metadata.sqlite"))
@@ -87,12 +90,15 @@ class Server:
                 await task
         await asyncio.gather(self.trainer.stop(), self.sampler.stop())
         self.metadata.close()
+        self._lock.close()
 
     @property
-    def status(self) -> Literal["loading", "ok"]:
-        """`ok` when both training and sampling are ready."""
-        ready = self.trainer.state is self.sampler.state is GroupState.READY
-        return "ok" if ready else "loading"
+    def status(self) -> Literal["loading", "ok", "failed"]:
+        """`ok` when both training and sampling are ready, `failed` when one can't be again."""
+        states = {self.trainer.state, self.sampler.state}
+        if GroupState.FAILED in states:
+            return "failed"
+        return "ok" if states == {GroupState.READY} else "loading"
 
     def describe_loading(self) -> str:
         """What is being done before the server is ready."""
@@ -127,13 +133,38 @@ class Server:
     async def _keep_up(self) -> None:
         """Forgets what has expired."""
         while True:
-            self.futures.drop_expired()
-            idle_since = time.time() - self.settings.session_timeout_s
-            for session_id in self.metadata.list_idle_session_ids(idle_since):
-                self.finish_session(session_id, "timeout")
-            self.metadata.delete_expired_checkpoints()
-            self.files.purge(self.metadata.list_directories_in_use())
+            try:
+                self._forget_expired()
+            except (OSError, sqlite3.Error):
+                logger.exception("upkeep failed; it is tried again in %.0f s", UPKEEP_INTERVAL_S)
             await asyncio.sleep(UPKEEP_INTERVAL_S)
+
+    def _forget_expired(self) -> None:
+        self.futures.drop_expired()
+        idle_since = time.time() - self.settings.session_timeout_s
+        for session_id in self.metadata.list_idle_session_ids(idle_since):
+            self.finish_session(session_id, "timeout")
+        self.metadata.delete_expired_checkpoints()
+        self.files.purge(self.metadata.list_directories_in_use())
+
+
+def lock_state_dir(directory: Path) -> TextIO:
+    """The open lock file; closing it gives the directory free.
+
+    Raises:
+        SettingsError: the directory can't be made, or another server uses it.
+    """
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+        lock = (directory / "lock").open("w")
+    except OSError as error:
+        raise SettingsError(f"state_dir {directory} cannot be used: {error.strerror}") from error
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError as error:
+        lock.close()
+        raise SettingsError(f"state_dir {directory} is in use by another server") from error
+    return lock
 
 
 def known_names(settings: Settings) -> list[str]:

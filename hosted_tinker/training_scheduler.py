@@ -7,6 +7,7 @@ the lane, so that no write holds up a pass.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import time
 from collections import deque
@@ -21,7 +22,7 @@ from hosted_tinker.errors import (
 )
 from hosted_tinker.futures import Future, Futures, Waiting
 from hosted_tinker.loss_specs import check_forward_backward
-from hosted_tinker.run_queue import Job, RunQueue
+from hosted_tinker.run_queue import CREATE_SEQ_ID, Job, RunQueue
 from hosted_tinker.types import (
     ClearGradients,
     CreateModel,
@@ -140,7 +141,8 @@ class TrainingScheduler:
             del self._runs[model_id]
             self._turns.remove(model_id)
             if self._trainer.state is GroupState.READY:
-                await self._trainer.call(UnloadModel(model_id))
+                with contextlib.suppress(WorkerDiedError):
+                    await self._trainer.call(UnloadModel(model_id))
 
     async def _run_job(self, job: Job) -> None:
         """One request: the trainer's part here, the rest here or in the background."""
@@ -153,7 +155,7 @@ class TrainingScheduler:
                 check_forward_backward(job.work, await self._trainer.wait_ready())
             await self._check_state(run, job.work)
             output = await self._trainer.call(job.work)
-        except HostedTinkerError as error:
+        except Exception as error:  # noqa: BLE001 - the lane must go on; the future says what happened
             self._fail(run, job, error)
             return
         finally:
@@ -168,24 +170,30 @@ class TrainingScheduler:
     async def _finish(self, run: Run, job: Job, output: Any) -> None:
         try:
             result = await job.finish(output)
-        except HostedTinkerError as error:
+        except Exception as error:  # noqa: BLE001 - as above
             self._fail(run, job, error)
-        except OSError as error:
-            logger.exception("write failed model_id=%s seq_id=%d", job.model_id, job.seq_id)
-            self._fail(run, job, WorkerFailedError(f"the server's disk failed: {error}"))
         else:
             self._futures.settle(job.future, result)
 
-    def _fail(self, run: Run, job: Job, error: HostedTinkerError) -> None:
-        logger.info("failed model_id=%s seq_id=%d error=%s", job.model_id, job.seq_id, error)
+    def _fail(self, run: Run, job: Job, error: Exception) -> None:
+        """Settles the future with the error; one that we do not know is logged with its traceback."""
+        if not isinstance(error, HostedTinkerError):
+            logger.error("failed model_id=%s seq_id=%d", job.model_id, job.seq_id, exc_info=error)
+            error = WorkerFailedError(f"internal error: {type(error).__name__}: {error}")
+        else:
+            logger.info("failed model_id=%s seq_id=%d error=%s", job.model_id, job.seq_id, error)
         if job.may_follow_later_ids:
             run.failed_passes.append(job.future)
+        if job.seq_id == CREATE_SEQ_ID:
+            run.closing = True
         self._futures.settle(job.future, error)
 
     def _remember_pass(self, run: Run, job: Job) -> None:
         match job.work:
             case ForwardBackward(forward_only=False):
                 run.last_pass_accepted_at = job.future.accepted_at
+            case CreateModel() | LoadState(create=True):
+                run.lost = False
             case OptimStep() | LoadState():
                 run.failed_passes.clear()
             case _:

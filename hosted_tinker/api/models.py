@@ -9,7 +9,7 @@ from fastapi import APIRouter
 
 from hosted_tinker.api.context import ServerDep, accepted, check_run_in_memory
 from hosted_tinker.errors import UserError
-from hosted_tinker.run_queue import Job
+from hosted_tinker.run_queue import CREATE_SEQ_ID, Job
 from hosted_tinker.types import CreateModel, LoraConfig, NamedResult
 from hosted_tinker.wire.schemas import (
     CreateModelRequest,
@@ -19,9 +19,6 @@ from hosted_tinker.wire.schemas import (
 )
 
 router = APIRouter()
-
-CREATE_SEQ_ID = 0
-"""The request that creates a run comes before its first numbered one."""
 
 
 @router.post("/create_model")

@@ -55,7 +55,9 @@ async def asample(body: SampleRequest, server: ServerDep) -> dict[str, Any]:
         session = server.metadata.get_sampling_session(body.sampling_session_id)
         server.metadata.get_live_session(session.session_id)
         adapter = session.adapter
-        key = ("sample", body.sampling_session_id, body.seq_id)
+        # A request of an old client without a number has no other that it could repeat.
+        number = object() if body.seq_id is None else body.seq_id
+        key = ("sample", body.sampling_session_id, number)
     server.sampling.check_room()
     future, is_new = server.futures.create(key, sample=True)
     if is_new:

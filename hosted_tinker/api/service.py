@@ -22,7 +22,7 @@ router = APIRouter()
 async def healthz(server: ServerDep) -> dict[str, str]:
     if server.status == "ok":
         return {"status": "ok"}
-    return {"status": "loading", "phase": server.describe_loading()}
+    return {"status": server.status, "phase": server.describe_loading()}
 
 
 @router.post("/client/config")

@@ -9,11 +9,11 @@ from typing import Any
 from fastapi import APIRouter
 
 from hosted_tinker.api.context import ServerDep, accepted, check_run_in_memory, seq_id_or_next
-from hosted_tinker.api.models import CREATE_SEQ_ID, check_optimizer, make_model_id
+from hosted_tinker.api.models import check_optimizer, make_model_id
 from hosted_tinker.api.sampling import make_sampling_session_id
 from hosted_tinker.checkpoints import SaveOptions
 from hosted_tinker.errors import UserError
-from hosted_tinker.run_queue import Job
+from hosted_tinker.run_queue import CREATE_SEQ_ID, Job
 from hosted_tinker.server import Server
 from hosted_tinker.store.metadata import Checkpoint, RunRecord
 from hosted_tinker.tinker_path import (

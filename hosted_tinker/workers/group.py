@@ -147,11 +147,16 @@ class WorkerGroup:
     def _handle_load_failure(self, failure: Failure) -> None:
         if failure.traceback:
             logger.error("%s failed:\n%s", self.role, failure.traceback)
-        if self.base_model is None:
-            self._fail_for_good(SettingsError(failure.message))
+        self._fail_for_good(failure.message)
 
-    def _fail_for_good(self, error: HostedTinkerError) -> None:
-        self.state, self._failure = GroupState.FAILED, error
+    def _fail_for_good(self, message: str) -> None:
+        """A group that can't load is not started again: it would fail the same way."""
+        if self.base_model is None:
+            self._failure = SettingsError(message)
+        else:
+            self._failure = WorkerFailedError(f"the {self.role} can't be started anew: {message}")
+            logger.error("%s", self._failure)
+        self.state = GroupState.FAILED
         self._settled.set()
 
     def _handle_reply(self, call_id: int, output: Any) -> None:
@@ -171,7 +176,7 @@ class WorkerGroup:
         return UserError(failure.message) if is_user else WorkerFailedError(failure.message)
 
     def _handle_death(self, rank: int) -> None:
-        """Fails what was in flight and starts the group anew, if it ever worked."""
+        """Fails what was in flight and starts the group anew, if it had loaded."""
         if self.state is GroupState.FAILED:
             return
         died = WorkerDiedError(f"the {self.role} process (rank {rank}) died during the operation")
@@ -180,10 +185,8 @@ class WorkerGroup:
                 reply.set_exception(died)
         for other in self._ranks:
             other.end(timeout_s=0)
-        if self.base_model is None:
-            self._fail_for_good(
-                SettingsError(f"the {self.role} process ended while it loaded the model")
-            )
+        if self.state is GroupState.LOADING:
+            self._fail_for_good(f"the {self.role} process ended while it loaded the model")
             return
         logger.warning("%s process died rank=%d; starting the group anew", self.role, rank)
         self._on_restart()

@@ -63,6 +63,21 @@ def test_port_in_use_is_one_sentence(tmp_path: Path) -> None:
     assert "Traceback" not in result.stderr
 
 
+def test_state_dir_of_another_server_is_one_sentence(tmp_path: Path) -> None:
+    with running_server(tmp_path, *FAKE) as server:
+        result = run_command("serve", *FAKE, "--port", "0", "--state-dir", str(server.state_dir))
+    assert result.returncode == 1
+    assert "in use by another server" in result.stderr
+    assert "Traceback" not in result.stderr
+
+
+def test_wrong_key_is_not_shown() -> None:
+    result = run_command("serve", *FAKE, HOSTED_TINKER_API_KEY="secret-of-mine")
+    assert result.returncode == 1
+    assert "api_key" in result.stderr
+    assert "secret-of-mine" not in result.stderr
+
+
 def test_config_says_where_each_setting_comes_from(tmp_path: Path) -> None:
     file = tmp_path / "settings.toml"
     file.write_text(
