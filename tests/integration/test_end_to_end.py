@@ -16,7 +16,7 @@ from peft import PeftModel
 from tinker import types
 from transformers import AutoModelForCausalLM
 
-from tests.data import next_token_datum
+from tests.data import datum, next_token_datum
 from tests.harness import RunningServer, running_server
 from tests.integration.tiny_engine import PROMPT, save_model
 
@@ -112,6 +112,59 @@ def test_losses_and_norms_are_those_of_a_plain_peft_loop(
         assert metrics is not None
         assert passed.result().metrics["loss:sum"] == pytest.approx(loss.item(), rel=1e-4)
         assert metrics["grad_norm"] == pytest.approx(norm.item(), rel=1e-4)
+
+
+def policy_loss(loss_fn: str, p: np.ndarray, q: np.ndarray, a: np.ndarray) -> float:
+    """The documented objectives in float64, with thresholds 0.7 and 1.3, and beta 0.1."""
+    ratio = np.exp(p - q)
+    clipped = np.clip(ratio, 0.7, 1.3)
+    objective = {
+        "importance_sampling": ratio * a,
+        "ppo": np.minimum(ratio * a, clipped * a),
+        "cispo": clipped * p * a,
+        "dro": p * a - 0.05 * (p - q) ** 2,
+    }[loss_fn]
+    return -float(objective.sum())
+
+
+@pytest.mark.parametrize(
+    ("loss_fn", "config"),
+    [
+        ("importance_sampling", None),
+        ("ppo", {"clip_low_threshold": 0.7, "clip_high_threshold": 1.3}),
+        ("cispo", {"clip_low_threshold": 0.7, "clip_high_threshold": 1.3}),
+        ("dro", {"beta": 0.1}),
+    ],
+)
+def test_policy_losses_are_those_of_their_formulas(
+    client: tinker.ServiceClient, loss_fn: types.LossFnType, config: dict[str, float] | None
+) -> None:
+    """Log-probabilities come from `forward`, checked against PEFT elsewhere in this file."""
+    run = make_run(client)
+    train(run, 3)
+    rows = run.forward(DATA, "cross_entropy").result().loss_fn_outputs
+    own = [row["logprobs"].to_numpy().astype(np.float64) for row in rows]
+    rng = np.random.default_rng(0)
+    sampling = [(p + rng.normal(size=len(p)) * 0.4).astype(np.float32) for p in own]
+    advantages = [rng.normal(size=len(p)).astype(np.float32) for p in own]
+    data = [
+        datum(
+            tokens[:-1],
+            target_tokens=np.asarray(tokens[1:], dtype=np.int64),
+            logprobs=q,
+            advantages=a,
+        )
+        for tokens, q, a in zip(SEQUENCES, sampling, advantages, strict=True)
+    ]
+    result = run.forward_backward(data, loss_fn, config).result()
+    expected = sum(
+        policy_loss(loss_fn, p, q.astype(np.float64), a.astype(np.float64))
+        for p, q, a in zip(own, sampling, advantages, strict=True)
+    )
+    assert result.metrics["loss:sum"] == pytest.approx(expected, rel=1e-4, abs=1e-4)
+    step = run.optim_step(ADAM).result().metrics
+    assert step is not None
+    assert step["grad_norm"] > 0
 
 
 def test_sampler_and_trainer_agree_on_a_trained_adapter(client: tinker.ServiceClient) -> None:
