@@ -201,7 +201,10 @@ class Settings(BaseModel):
         ),
     ] = None
     result_ttl_s: Annotated[
-        float, Field(description="Seconds that a settled result can be fetched.", gt=0)
+        float,
+        Field(
+            description="Seconds that a result is kept for a client that has not fetched it.", gt=0
+        ),
     ] = 3600.0
     session_timeout_s: Annotated[
         float,

@@ -7,6 +7,7 @@ one's future. Settled once, by the part of the server that ran the request.
 from __future__ import annotations
 
 import asyncio
+import math
 import time
 import uuid
 from collections.abc import Callable, Hashable
@@ -18,6 +19,8 @@ from hosted_tinker.types import FutureResult
 
 QueueState = Literal["active", "paused_capacity"]
 SAMPLE_PREFIX = "sample-"
+DELIVERED_TTL_S = 600.0
+"""A client whose answer was lost asks again within the SDK's retries, of 300 s at most."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,7 +49,7 @@ class Future:
     describe: Callable[[], Waiting] = field(default=lambda: Waiting("active", "accepted"))
     result: FutureResult | HostedTinkerError | None = None
     woken: asyncio.Event = field(default_factory=asyncio.Event)
-    settled_at: float = 0.0
+    expires_at: float = math.inf
 
 
 class Futures:
@@ -71,6 +74,9 @@ class Futures:
         self._by_id[request_id] = self._by_key[key] = future
         return future, True
 
+    def has(self, key: Hashable) -> bool:
+        return key in self._by_key
+
     def get(self, request_id: str) -> Future | None:
         return self._by_id.get(request_id)
 
@@ -78,7 +84,7 @@ class Futures:
         """Sets the result and wakes the pollers."""
         assert future.result is None, f"future {future.request_id} settled twice"
         future.result = result
-        future.settled_at = time.monotonic()
+        future.expires_at = time.monotonic() + self._result_ttl_s
         future.woken.set()
 
     async def wait(self, future: Future, timeout_s: float) -> bool:
@@ -91,9 +97,10 @@ class Futures:
         return future.result is not None
 
     def mark_delivered(self, future: Future) -> None:
-        """Remembers when the client first got the result."""
+        """Remembers when the client first got the result, and keeps it for a lost answer only."""
         if future.delivered_at is None:
             future.delivered_at = self._next_tick()
+            future.expires_at = min(future.expires_at, time.monotonic() + DELIVERED_TTL_S)
 
     def _next_tick(self) -> int:
         """Orders acceptances and deliveries over the whole server."""
@@ -106,10 +113,10 @@ class Futures:
             future.woken.set()
 
     def drop_expired(self) -> None:
-        """Forgets results that settled longer ago than their time to live."""
-        oldest = time.monotonic() - self._result_ttl_s
+        """Forgets results that nobody is expected to ask for any more."""
+        now = time.monotonic()
         for future in [*self._by_id.values()]:
-            if future.result is not None and future.settled_at < oldest:
+            if future.expires_at < now:
                 del self._by_id[future.request_id], self._by_key[future.key]
 
 

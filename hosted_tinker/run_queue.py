@@ -33,6 +33,7 @@ class Job:
         finish: makes the result of what the trainer returned.
         in_background: `finish` writes files; the next request need not wait for it.
         may_follow_later_ids: the SDK may send it after requests with higher numbers.
+        computes_gradient: the next step's gradient misses a part if it fails.
     """
 
     model_id: str
@@ -42,6 +43,7 @@ class Job:
     finish: Finish
     in_background: bool = False
     may_follow_later_ids: bool = False
+    computes_gradient: bool = False
 
 
 class RunQueue:

@@ -17,7 +17,7 @@ from rich.console import Console
 
 from hosted_tinker.api.app import create_app
 from hosted_tinker.config import Settings
-from hosted_tinker.errors import HostedTinkerError, SettingsError
+from hosted_tinker.errors import SettingsError
 from hosted_tinker.server import Server
 
 logger = logging.getLogger(__name__)
@@ -112,13 +112,14 @@ def bind(host: str, port: int) -> socket.socket:
 async def load(server: Server, http: HttpServer, listener: socket.socket) -> None:
     """Loads the model and says how it goes. A failure ends the server and is raised."""
     progress = asyncio.create_task(show_progress(server))
+    started = False
     try:
         await server.start()
-    except HostedTinkerError:
-        http.exit()
-        raise
+        started = True
     finally:
         progress.cancel()
+        if not started:
+            http.exit()
     host, port = listener.getsockname()[:2]
     base_model = server.trainer.base_model
     assert base_model is not None

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import fcntl
 import logging
 import sqlite3
@@ -30,6 +29,7 @@ from hosted_tinker.workers.messages import WorkerSpec
 logger = logging.getLogger(__name__)
 
 UPKEEP_INTERVAL_S = 30.0
+DRAIN_TIMEOUT_S = 60.0
 
 
 class Server:
@@ -78,16 +78,14 @@ class Server:
             asyncio.create_task(self.training.run_forever()),
             asyncio.create_task(self._keep_up()),
         ]
-        await self.trainer.wait_ready()
-        await self.sampler.wait_ready()
+        await asyncio.gather(self.trainer.wait_ready(), self.sampler.wait_ready())
 
     async def stop(self) -> None:
         """Ends the workers once checkpoints that are being written are complete."""
-        await self.training.drain()
+        await self.training.drain(DRAIN_TIMEOUT_S)
         for task in self._tasks:
             task.cancel()
-            with contextlib.suppress(asyncio.CancelledError):
-                await task
+        await asyncio.gather(*self._tasks, return_exceptions=True)
         await asyncio.gather(self.trainer.stop(), self.sampler.stop())
         self.metadata.close()
         self._lock.close()
@@ -134,18 +132,19 @@ class Server:
         """Forgets what has expired."""
         while True:
             try:
-                self._forget_expired()
+                await self._forget_expired()
             except (OSError, sqlite3.Error):
                 logger.exception("upkeep failed; it is tried again in %.0f s", UPKEEP_INTERVAL_S)
             await asyncio.sleep(UPKEEP_INTERVAL_S)
 
-    def _forget_expired(self) -> None:
+    async def _forget_expired(self) -> None:
         self.futures.drop_expired()
         idle_since = time.time() - self.settings.session_timeout_s
         for session_id in self.metadata.list_idle_session_ids(idle_since):
             self.finish_session(session_id, "timeout")
         self.metadata.delete_expired_checkpoints()
-        self.files.purge(self.metadata.list_directories_in_use())
+        unused = self.files.list_unused(self.metadata.list_directories_in_use())
+        await asyncio.to_thread(self.files.remove, unused)
 
 
 def lock_state_dir(directory: Path) -> TextIO:

@@ -7,7 +7,6 @@ the lane, so that no write holds up a pass.
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import logging
 import time
 from collections import deque
@@ -106,6 +105,8 @@ class TrainingScheduler:
     async def run_forever(self) -> None:
         """The lane. Ends by cancellation."""
         while True:
+            # Cleared before looking, so that what comes after the look wakes the wait below.
+            self._wake.clear()
             job = self._take_job()
             if job is None:
                 await self._close_runs()
@@ -113,9 +114,10 @@ class TrainingScheduler:
             else:
                 await self._run_job(job)
 
-    async def drain(self) -> None:
+    async def drain(self, timeout_s: float) -> None:
         """Waits for checkpoints that are being written."""
-        await asyncio.gather(*self._background)
+        if self._background:
+            await asyncio.wait(self._background, timeout=timeout_s)
 
     def _take_job(self) -> Job | None:
         """The next ready job, runs taking turns."""
@@ -129,7 +131,6 @@ class TrainingScheduler:
     async def _wait_for_work(self) -> None:
         now = time.monotonic()
         waits = [wait for run in self._runs.values() if (wait := run.queue.wait_s(now)) is not None]
-        self._wake.clear()
         try:
             async with asyncio.timeout(min(waits, default=None)):
                 await self._wake.wait()
@@ -141,8 +142,10 @@ class TrainingScheduler:
             del self._runs[model_id]
             self._turns.remove(model_id)
             if self._trainer.state is GroupState.READY:
-                with contextlib.suppress(WorkerDiedError):
+                try:
                     await self._trainer.call(UnloadModel(model_id))
+                except HostedTinkerError as error:
+                    logger.warning("unload failed model_id=%s error=%s", model_id, error)
 
     async def _run_job(self, job: Job) -> None:
         """One request: the trainer's part here, the rest here or in the background."""
@@ -182,7 +185,7 @@ class TrainingScheduler:
             error = WorkerFailedError(f"internal error: {type(error).__name__}: {error}")
         else:
             logger.info("failed model_id=%s seq_id=%d error=%s", job.model_id, job.seq_id, error)
-        if job.may_follow_later_ids:
+        if job.computes_gradient:
             run.failed_passes.append(job.future)
         if job.seq_id == CREATE_SEQ_ID:
             run.closing = True

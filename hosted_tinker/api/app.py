@@ -69,7 +69,7 @@ def describe(item: dict[str, Any]) -> str:
 
 
 async def answer_unexpected(request: Request, error: Exception) -> Response:
-    """Our own bug: the log has the traceback, the client an answer that it does not retry."""
+    """Our own bug: the log has the traceback, the client one line."""
     logger.error("unexpected error path=%s", request.url.path, exc_info=error)
     detail = f"internal error: {type(error).__name__}; the server's log says more"
     return JSONResponse({"detail": detail}, status_code=500)

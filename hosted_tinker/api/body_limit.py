@@ -32,7 +32,10 @@ class BodyLimit:
         if scope["type"] != "http" or scope["method"] in {"GET", "HEAD"}:
             await self._app(scope, receive, send)
             return
-        body, cut = await self._read(receive)
+        read = await self._read(receive)
+        if read is None:
+            return
+        body, cut = read
         if cut and scope["path"] != CUT_BODIES_GO_TO:
             await self._refuse(send)
             return
@@ -44,20 +47,25 @@ class BodyLimit:
 
         await self._app(scope, replay, send)
 
-    async def _read(self, receive: Receive) -> tuple[bytes, bool]:
-        """The body, or its beginning and True where it is over the limit."""
+    async def _read(self, receive: Receive) -> tuple[bytes, bool] | None:
+        """The body, or its beginning and True where it is over the limit.
+
+        None if the client went away in its middle: a part of a protobuf message may well parse.
+        """
         parts: list[bytes] = []
         size = 0
         more = True
         while more:
             message = await receive()
+            if message["type"] == "http.disconnect":
+                return None
             part: bytes = message.get("body", b"")
             size += len(part)
             if size <= self._max_bytes:
                 parts.append(part)
             elif len(parts) > 1:
                 parts = [b"".join(parts)[:PREFIX_BYTES]]
-            more = message["type"] == "http.request" and message.get("more_body", False)
+            more = message.get("more_body", False)
         body = b"".join(parts)
         return (body[:PREFIX_BYTES], True) if size > self._max_bytes else (body, False)
 

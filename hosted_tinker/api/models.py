@@ -10,6 +10,7 @@ from fastapi import APIRouter
 from hosted_tinker.api.context import ServerDep, accepted, check_run_in_memory
 from hosted_tinker.errors import UserError
 from hosted_tinker.run_queue import CREATE_SEQ_ID, Job
+from hosted_tinker.server import Server
 from hosted_tinker.types import CreateModel, LoraConfig, NamedResult
 from hosted_tinker.wire.schemas import (
     CreateModelRequest,
@@ -36,6 +37,7 @@ async def create_model(body: CreateModelRequest, server: ServerDep) -> dict[str,
         server.metadata.add_run(
             model_id, body.session_id, body.base_model, lora, body.user_metadata
         )
+        close_if_session_ended(server, model_id)
         return NamedResult({"type": "create_model", "model_id": model_id})
 
     server.training.add_run(model_id)
@@ -72,6 +74,13 @@ async def unload_model(body: ModelIdRequest, server: ServerDep) -> dict[str, Any
         result = NamedResult({"type": "unload_model", "model_id": body.model_id})
         server.futures.settle(future, result)
     return accepted(future, body.model_id)
+
+
+def close_if_session_ended(server: Server, model_id: str) -> None:
+    """For a run whose creation was still queued when its session ended."""
+    run = server.metadata.get_run(model_id)
+    if server.metadata.get_session(run.session_id).finished_at is not None:
+        server.training.close_run(model_id)
 
 
 def make_model_id(session_id: str, model_seq_id: int) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 from fastapi import APIRouter
@@ -11,7 +12,7 @@ from hosted_tinker.errors import UserError
 from hosted_tinker.server import Server
 from hosted_tinker.store.metadata import SamplingSession
 from hosted_tinker.tinker_path import CheckpointKind, parse_tinker_path
-from hosted_tinker.types import AdapterRef
+from hosted_tinker.types import AdapterRef, Sample
 from hosted_tinker.wire.schemas import CreateSamplingSessionRequest, SampleRequest
 
 router = APIRouter()
@@ -58,21 +59,28 @@ async def asample(body: SampleRequest, server: ServerDep) -> dict[str, Any]:
         # A request of an old client without a number has no other that it could repeat.
         number = object() if body.seq_id is None else body.seq_id
         key = ("sample", body.sampling_session_id, number)
-    server.sampling.check_room()
+    work = to_sample_or_error(body, server.resolve_adapter(adapter))
+    if not server.futures.has(key):
+        server.sampling.check_room()
     future, is_new = server.futures.create(key, sample=True)
-    if is_new:
-        try:
-            sample = body.to_operation(future.request_id, server.resolve_adapter(adapter))
-        except UserError as error:
-            server.futures.settle(future, error)
-        else:
-            server.sampling.submit(future, sample)
+    if is_new and isinstance(work, UserError):
+        server.futures.settle(future, work)
+    elif is_new and isinstance(work, Sample):
+        server.sampling.submit(future, replace(work, request_id=future.request_id))
     return {
         "request_id": future.request_id,
         "sample_sequence_ids": [
             f"{future.request_id}-{index}" for index in range(body.num_samples)
         ],
     }
+
+
+def to_sample_or_error(body: SampleRequest, adapter: AdapterRef | None) -> Sample | UserError:
+    """The operation, its request id still to be set."""
+    try:
+        return body.to_operation("", adapter)
+    except UserError as error:
+        return error
 
 
 def find_weights(
@@ -83,6 +91,8 @@ def find_weights(
         if base_model is None:
             raise UserError("one of base_model and model_path is needed")
         return server.names.check(base_model), None
+    if base_model is not None:
+        server.names.check(base_model)
     path = parse_tinker_path(model_path)
     if path.kind is not CheckpointKind.SAMPLER:
         raise UserError(
@@ -91,7 +101,7 @@ def find_weights(
         )
     checkpoint = server.metadata.get_checkpoint(path)
     run = server.metadata.get_run(path.model_id)
-    return run.base_model, checkpoint.adapter
+    return server.names.check(run.base_model), checkpoint.adapter
 
 
 def make_sampling_session_id(session_id: str, sampling_session_seq_id: int) -> str:

@@ -49,6 +49,7 @@ def submit_forward_backward(
 ) -> dict[str, Any]:
     """Content that can't be read fails the future: a refused request would wedge the SDK."""
     check_run_in_memory(server, envelope.model_id)
+    work = error or decode_or_error(envelope)
     future, is_new = server.futures.create(("train", envelope.model_id, envelope.seq_id))
     if is_new:
         server.metadata.touch_run(envelope.model_id)
@@ -56,10 +57,11 @@ def submit_forward_backward(
             Job(
                 envelope.model_id,
                 envelope.seq_id,
-                error or decode_or_error(envelope),
+                work,
                 future,
                 pass_on,
                 may_follow_later_ids=True,
+                computes_gradient=not envelope.message.forward_only,
             )
         )
     return accepted(future, envelope.model_id)

@@ -9,7 +9,7 @@ from typing import Any
 from fastapi import APIRouter
 
 from hosted_tinker.api.context import ServerDep, accepted, check_run_in_memory, seq_id_or_next
-from hosted_tinker.api.models import check_optimizer, make_model_id
+from hosted_tinker.api.models import check_optimizer, close_if_session_ended, make_model_id
 from hosted_tinker.api.sampling import make_sampling_session_id
 from hosted_tinker.checkpoints import SaveOptions
 from hosted_tinker.errors import UserError
@@ -26,6 +26,9 @@ from hosted_tinker.types import CaptureState, LoadState, LoraConfig, NamedResult
 from hosted_tinker.wire.schemas import LoadWeightsRequest, SaveWeightsRequest, WeightsInfoRequest
 
 router = APIRouter()
+
+MAX_TTL_SECONDS = 10 * 365 * 24 * 3600
+"""Ten years, as the SDK documents it."""
 
 
 @router.post("/save_weights")
@@ -99,14 +102,16 @@ def submit_save(
 
 
 def check_ttl(ttl_seconds: int | None) -> None:
-    if ttl_seconds is not None and ttl_seconds < 1:
-        raise UserError(f"ttl_seconds = {ttl_seconds}; accepted: at least 1, or none")
+    if ttl_seconds is not None and not 1 <= ttl_seconds <= MAX_TTL_SECONDS:
+        raise UserError(f"ttl_seconds = {ttl_seconds}; accepted: 1 to {MAX_TTL_SECONDS}, or none")
 
 
 @router.post("/load_weights")
 async def load_weights(body: LoadWeightsRequest, server: ServerDep) -> dict[str, Any]:
     """Onto a run, or creating one of the checkpoint's shape."""
     check_optimizer(body.optimizer_config)
+    if body.base_model is not None:
+        server.names.check(body.base_model)
     if body.model_id is not None:
         check_run_in_memory(server, body.model_id)
         seq_id = seq_id_or_next(server, body.model_id, body.seq_id)
@@ -138,6 +143,7 @@ def submit_load(
     async def finish(_output: object) -> NamedResult:
         if creates and source is not None:
             add_resumed_run(server, body, model_id, source)
+            close_if_session_ended(server, model_id)
         return NamedResult({"type": "load_weights", "path": body.path, "model_id": model_id})
 
     server.training.submit(Job(model_id, seq_id, work, future, finish))
@@ -152,7 +158,9 @@ def find_training_checkpoint(server: Server, uri: str) -> tuple[Checkpoint, RunR
             f"path {uri!r} is for sampling; training continues from one of save_state "
             "(tinker://MODEL_ID/weights/NAME)"
         )
-    return server.metadata.get_checkpoint(path), server.metadata.get_run(path.model_id)
+    checkpoint, run = server.metadata.get_checkpoint(path), server.metadata.get_run(path.model_id)
+    server.names.check(run.base_model)
+    return checkpoint, run
 
 
 def add_resumed_run(

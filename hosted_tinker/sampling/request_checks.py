@@ -7,7 +7,6 @@ import math
 from hosted_tinker.errors import UserError
 from hosted_tinker.types import BaseModelInfo, Sample, SamplingParams
 
-MAX_NUM_SAMPLES = 4096
 MAX_TOPK_LOGPROBS = 1000
 
 
@@ -23,7 +22,6 @@ def check_sample(sample: Sample, base: BaseModelInfo) -> None:
         )
     check_length(length, sample.params.max_tokens, base.context_length)
     check_params(sample.params)
-    check_range("num_samples", sample.num_samples, 1, MAX_NUM_SAMPLES)
     most = min(MAX_TOPK_LOGPROBS, base.vocab_size)
     for name in ("topk_prompt_logprobs", "topk_sample_logprobs", "prompt_alt_tokens_k"):
         check_range(name, getattr(sample, name), 0, most)

@@ -133,6 +133,17 @@ class TransformersEngine:
                     return
             except HostedTinkerError as error:
                 self._fail(request, Failure(str(error), error.category))
+            except torch.OutOfMemoryError:
+                self._last_prefill = None
+                self._fail(
+                    request,
+                    Failure(
+                        f"out of memory on a prompt of {len(request.sample.prompt)} tokens beside "
+                        f"{len(self._running)} running sequences; send a shorter prompt, or have "
+                        "the server's max_sampling_sequences lowered",
+                        "user",
+                    ),
+                )
 
     @property
     def _num_free(self) -> int:

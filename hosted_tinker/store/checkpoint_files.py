@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import shutil
 import uuid
-from collections.abc import Set
+from collections.abc import Sequence, Set
 from pathlib import Path
 
 from hosted_tinker.tinker_path import TinkerPath
@@ -65,13 +65,20 @@ class CheckpointFiles:
         """Removes a temporary directory that will not be published."""
         shutil.rmtree(temporary, ignore_errors=True)
 
-    def purge(self, in_use: Set[str]) -> None:
-        """Removes every published directory that is not in use."""
+    def list_unused(self, in_use: Set[str]) -> list[Path]:
+        """Published directories that are not in use, and that nothing can refer to any more."""
         checkpoints = self._root / "checkpoints"
         published = [*checkpoints.glob(f"{SNAPSHOTS}/*"), *checkpoints.glob("*/*weights/*")]
-        for directory in published:
-            if str(directory.relative_to(self._root)) not in in_use:
-                shutil.rmtree(directory, ignore_errors=True)
+        return [
+            directory
+            for directory in published
+            if str(directory.relative_to(self._root)) not in in_use
+        ]
+
+    def remove(self, directories: Sequence[Path]) -> None:
+        """Deletes directories. Takes as long as the disk takes: not for an event loop."""
+        for directory in directories:
+            shutil.rmtree(directory, ignore_errors=True)
 
 
 def sync_directory(directory: Path) -> None:

@@ -207,7 +207,7 @@ class Metadata:
         return [run_from_row(row) for row in rows], self._count("SELECT count(*) FROM runs")
 
     def delete_run(self, model_id: str) -> None:
-        """With its checkpoints' records. The files are `purge`d later, when nothing uses them."""
+        """With its checkpoints' records. The files are removed later, when nothing uses them."""
         self._connection.execute("BEGIN")
         self._connection.execute("DELETE FROM checkpoints WHERE model_id = ?", (model_id,))
         self._connection.execute("DELETE FROM runs WHERE model_id = ?", (model_id,))
@@ -259,7 +259,7 @@ class Metadata:
         return checkpoint
 
     def delete_checkpoint(self, path: TinkerPath) -> None:
-        """Raises NotFoundError. The files are `purge`d later, when nothing uses them."""
+        """Raises NotFoundError. The files are removed later, when nothing uses them."""
         self.get_checkpoint(path)
         self._connection.execute(
             "DELETE FROM checkpoints WHERE model_id = ? AND kind = ? AND name = ?",

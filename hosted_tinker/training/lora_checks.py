@@ -12,6 +12,8 @@ def check_lora(lora: LoraConfig, max_lora_rank: int) -> None:
     """Raises UserError, naming the value and the range."""
     if not 1 <= lora.lora_rank <= max_lora_rank:
         raise UserError(f"LoRA rank is {lora.lora_rank}; this server accepts 1 to {max_lora_rank}")
+    if not 0 <= lora.seed < 2**63:
+        raise UserError(f"LoRA seed is {lora.seed}; accepted: 0 to 2**63 - 1")
     if not (lora.train_attn or lora.train_mlp or lora.train_unembed):
         raise UserError(
             "train_attn, train_mlp and train_unembed are all false; at least one must be true"

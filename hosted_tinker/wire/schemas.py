@@ -6,10 +6,11 @@ SDK differ in what they send.
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+from collections.abc import Mapping
+from typing import Annotated, Any, Literal, cast
 
 import numpy as np
-from pydantic import BaseModel, BeforeValidator, Field
+from pydantic import BaseModel, Field, model_validator
 
 from hosted_tinker.errors import UserError
 from hosted_tinker.types import (
@@ -19,40 +20,47 @@ from hosted_tinker.types import (
     Sample,
     SamplingParams,
 )
-from hosted_tinker.wire.tensors import TensorJson, concatenate_tokens
+from hosted_tinker.wire.tensors import TensorJson, concatenate_tokens, to_array
 
 JsonObject = dict[str, Any]
 
-
-def _empty_if_null(value: Any) -> Any:
-    return {} if value is None else value
+MAX_NUM_SAMPLES = 4096
 
 
-Metadata = Annotated[JsonObject, BeforeValidator(_empty_if_null)]
+class Body(BaseModel):
+    """A field that is null counts as one that is missing."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _drop_nulls(cls, values: Any) -> Any:
+        if not isinstance(values, Mapping):
+            return values
+        fields = cast("Mapping[str, Any]", values)
+        return {name: value for name, value in fields.items() if value is not None}
 
 
-class CreateSessionRequest(BaseModel):
+class CreateSessionRequest(Body):
     tags: list[str] | None = None
-    user_metadata: Metadata = {}
+    user_metadata: JsonObject = {}
     sdk_version: str | None = None
     project_id: str | None = None
     display_name: str | None = None
 
 
-class SessionHeartbeatRequest(BaseModel):
+class SessionHeartbeatRequest(Body):
     session_id: str
 
 
-class FinishReason(BaseModel):
+class FinishReason(Body):
     type: str = "success"
 
 
-class FinishSessionRequest(BaseModel):
+class FinishSessionRequest(Body):
     reason: FinishReason = FinishReason()
     detail: str | None = None
 
 
-class LoraConfigJson(BaseModel):
+class LoraConfigJson(Body):
     rank: int = 32
     seed: int | None = None
     train_unembed: bool = True
@@ -60,27 +68,27 @@ class LoraConfigJson(BaseModel):
     train_attn: bool = True
 
 
-class OptimizerConfigJson(BaseModel):
+class OptimizerConfigJson(Body):
     type: str = "adamw"
 
 
-class CreateModelRequest(BaseModel):
+class CreateModelRequest(Body):
     session_id: str
     model_seq_id: int
     base_model: str
-    user_metadata: Metadata = {}
+    user_metadata: JsonObject = {}
     lora_config: LoraConfigJson | None = None
     optimizer_config: OptimizerConfigJson | None = None
 
 
-class ModelIdRequest(BaseModel):
+class ModelIdRequest(Body):
     model_id: str
 
 
 DEFAULT_ADAM = AdamParams()
 
 
-class AdamParamsJson(BaseModel):
+class AdamParamsJson(Body):
     learning_rate: float = DEFAULT_ADAM.learning_rate
     beta1: float = DEFAULT_ADAM.beta1
     beta2: float = DEFAULT_ADAM.beta2
@@ -111,14 +119,14 @@ class AdamParamsJson(BaseModel):
         return params
 
 
-class OptimStepRequest(BaseModel):
+class OptimStepRequest(Body):
     model_id: str
     seq_id: int | None = None
     adam_params: AdamParamsJson | None = None
     optimizer_params: JsonObject | None = None
 
 
-class SaveWeightsRequest(BaseModel):
+class SaveWeightsRequest(Body):
     """`save_weights`, and `save_weights_for_sampler` in its named and ephemeral forms."""
 
     model_id: str
@@ -131,7 +139,7 @@ class SaveWeightsRequest(BaseModel):
     kind: Literal["snapshot", "inflight"] | None = None
 
 
-class LoadWeightsRequest(BaseModel):
+class LoadWeightsRequest(Body):
     """Onto an existing model (`model_id`), or creating one (`session_id`, `model_seq_id`)."""
 
     path: str
@@ -141,37 +149,37 @@ class LoadWeightsRequest(BaseModel):
     session_id: str | None = None
     model_seq_id: int | None = None
     base_model: str | None = None
-    user_metadata: Metadata = {}
+    user_metadata: JsonObject = {}
     optimizer_config: OptimizerConfigJson | None = None
 
 
-class WeightsInfoRequest(BaseModel):
+class WeightsInfoRequest(Body):
     tinker_path: str
 
 
-class TtlRequest(BaseModel):
+class TtlRequest(Body):
     ttl_seconds: int | None = None
 
 
-class CreateSamplingSessionRequest(BaseModel):
+class CreateSamplingSessionRequest(Body):
     session_id: str
     sampling_session_seq_id: int
     base_model: str | None = None
     model_path: str | None = None
 
 
-class RetrieveFutureRequest(BaseModel):
+class RetrieveFutureRequest(Body):
     request_id: str
 
 
-class ChunkJson(BaseModel):
+class ChunkJson(Body):
     """Old releases send no `type`; a chunk of text is the one that has tokens."""
 
     type: str | None = None
     tokens: list[int] | None = None
 
 
-class ModelInputJson(BaseModel):
+class ModelInputJson(Body):
     chunks: list[ChunkJson]
 
     def to_tokens(self) -> Int64Array:
@@ -183,11 +191,14 @@ class ModelInputJson(BaseModel):
                     "encoded_text only"
                 )
         return concatenate_tokens(
-            [np.asarray(chunk.tokens, dtype=np.int64) for chunk in self.chunks]
+            [
+                to_array(chunk.tokens or [], "int64", f"prompt.chunks[{position}].tokens")
+                for position, chunk in enumerate(self.chunks)
+            ]
         )
 
 
-class SamplingParamsJson(BaseModel):
+class SamplingParamsJson(Body):
     max_tokens: int | None = None
     seed: int | None = None
     stop: str | list[str] | list[int] | None = None
@@ -207,10 +218,10 @@ class SamplingParamsJson(BaseModel):
         )
 
 
-class SampleRequest(BaseModel):
+class SampleRequest(Body):
     sampling_session_id: str | None = None
     seq_id: int | None = None
-    num_samples: Annotated[int, Field(ge=1)] = 1
+    num_samples: Annotated[int, Field(ge=1, le=MAX_NUM_SAMPLES)] = 1
     prompt: ModelInputJson
     sampling_params: SamplingParamsJson = SamplingParamsJson()
     base_model: str | None = None

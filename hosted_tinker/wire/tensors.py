@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 from numpy.typing import NDArray
@@ -19,6 +19,8 @@ from hosted_tinker.wire import tinker_pb2 as pb
 
 MAX_DENSE_CELLS = 100_000_000
 """Cells of one sparse tensor, once dense: a bound against a small body that asks for much memory."""
+
+MAX_DIMS = 8
 
 DTYPE_BY_PROTO: dict[int, np.dtype[np.int64 | np.float32 | np.int32]] = {
     pb.DTYPE_FLOAT32: np.dtype("<f4"),
@@ -43,8 +45,8 @@ class TensorJson(BaseModel):
         if self.sparse_crow_indices is None or self.sparse_col_indices is None:
             return None
         return CsrPattern(
-            np.asarray(self.sparse_crow_indices, dtype=np.int64),
-            np.asarray(self.sparse_col_indices, dtype=np.int64),
+            to_array(self.sparse_crow_indices, "int64", "sparse_crow_indices"),
+            to_array(self.sparse_col_indices, "int64", "sparse_col_indices"),
         )
 
     def to_numpy(self, name: str, *, fill: int = 0) -> LossFnInput:
@@ -53,11 +55,19 @@ class TensorJson(BaseModel):
         Raises:
             UserError: the parts do not fit together; names the tensor.
         """
-        values = np.asarray(self.data, dtype=self.dtype)
+        values = to_array(self.data, self.dtype, name)
         csr = self.csr_pattern
         if csr is None:
             return reshape(values, self.shape or [len(values)], name)
         return densify(values, csr, self.shape or [], name, fill=fill)
+
+
+def to_array(values: Sequence[float | int], dtype: str, name: str) -> NDArray[Any]:
+    """Raises UserError, naming the tensor, for numbers that the dtype can't hold."""
+    try:
+        return np.asarray(values, dtype=dtype)
+    except (OverflowError, ValueError) as error:
+        raise UserError(f"{name} has a number that {dtype} can't hold: {error}") from error
 
 
 def decode_tensor(message: pb.Tensor, name: str) -> LossFnInput:
@@ -106,11 +116,12 @@ def widen(values: NDArray[np.generic]) -> NDArray[np.generic]:
 
 
 def reshape(values: NDArray[np.generic], shape: Sequence[int], name: str) -> LossFnInput:
-    if any(size < 0 for size in shape) or math.prod(shape) != len(values):
+    if any(size < 0 for size in shape) or math.prod(shape) != len(values) or len(shape) > MAX_DIMS:
         raise UserError(
             f"{name} has {len(values)} values, which do not fill its shape {list(shape)}"
         )
-    return values.reshape(shape)  # pyright: ignore[reportReturnType]
+    # An empty tensor's other sizes may be beyond what numpy takes.
+    return values.reshape(shape if len(values) else (0,) * max(1, len(shape)))  # pyright: ignore[reportReturnType]
 
 
 def densify(
@@ -129,18 +140,18 @@ def densify(
         )
     rows, columns = shape
     crow, col = csr.crow_indices, csr.col_indices
-    counts = np.diff(crow)
+    # Bounded and ascending before anything is subtracted: differences may overflow.
     fits = (
         len(crow) == rows + 1
         and int(crow[0]) == 0
-        and bool((counts >= 0).all())
+        and bool((crow[1:] >= crow[:-1]).all())
         and int(crow[-1]) == len(values) == len(col)
         and (len(col) == 0 or 0 <= int(col.min()) <= int(col.max()) < columns)
     )
     if not fits:
         raise UserError(f"{name} is not a valid CSR matrix of shape {list(shape)}")
     dense = np.full((rows, columns), fill, dtype=values.dtype)
-    dense[np.repeat(np.arange(rows), counts), col] = values
+    dense[np.repeat(np.arange(rows), np.diff(crow)), col] = values
     return dense  # pyright: ignore[reportReturnType]
 
 

@@ -147,7 +147,9 @@ class WorkerGroup:
     def _handle_load_failure(self, failure: Failure) -> None:
         if failure.traceback:
             logger.error("%s failed:\n%s", self.role, failure.traceback)
-        self._fail_for_good(failure.message)
+        # A group that had loaded is started anew when the process is gone, which comes next.
+        if self.state is GroupState.LOADING:
+            self._fail_for_good(failure.message)
 
     def _fail_for_good(self, message: str) -> None:
         """A group that can't load is not started again: it would fail the same way."""
@@ -177,14 +179,14 @@ class WorkerGroup:
 
     def _handle_death(self, rank: int) -> None:
         """Fails what was in flight and starts the group anew, if it had loaded."""
-        if self.state is GroupState.FAILED:
-            return
         died = WorkerDiedError(f"the {self.role} process (rank {rank}) died during the operation")
         for reply in self._in_flight.values():
             if not reply.done():
                 reply.set_exception(died)
         for other in self._ranks:
             other.end(timeout_s=0)
+        if self.state is GroupState.FAILED:
+            return
         if self.state is GroupState.LOADING:
             self._fail_for_good(f"the {self.role} process ended while it loaded the model")
             return

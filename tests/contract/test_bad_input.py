@@ -1,6 +1,7 @@
 """What is wrong with a request is said, and the same client's next request works."""
 
 import re
+import socket
 from collections.abc import Callable
 from typing import Any
 
@@ -206,6 +207,111 @@ def test_tensor_bytes_that_do_not_fit_their_shape(
     result = server.wait_result(answer.json()["request_id"]).json()
     assert result["category"] == "user"
     assert "target_tokens" in result["error"]
+
+
+def test_csr_indices_that_overflow_are_refused(
+    server: RunningServer, training: tinker.TrainingClient
+) -> None:
+    """Their differences wrap around to small numbers."""
+    message = sdk_pb.ForwardBackwardRequest(
+        model_id=training.model_id, seq_id=1, loss_fn="cross_entropy"
+    )
+    item = message.data.add()
+    item.model_input.add().encoded_text.tokens = np.array([1, 2, 3], np.int32).tobytes()
+    tensor = item.loss_fn_inputs["target_tokens"]
+    tensor.dtype = sdk_pb.DTYPE_INT64
+    tensor.shape.extend([3, 4])
+    tensor.sparse_csr.values = np.array([1, 2], np.int64).tobytes()
+    tensor.sparse_csr.crow_indices = np.array([0, 2**63 - 1, -2, 2], np.int64).tobytes()
+    tensor.sparse_csr.col_indices = np.array([0, 1], np.int64).tobytes()
+    answer = server.post("forward_backward", content=message.SerializeToString(), headers=PROTOBUF)
+    result = server.wait_result(answer.json()["request_id"]).json()
+    assert "not a valid CSR matrix" in result["error"]
+    assert server.get("healthz").json() == {"status": "ok"}
+
+
+def test_body_of_a_client_that_goes_away_is_not_run(
+    server: RunningServer, training: tinker.TrainingClient
+) -> None:
+    """Its beginning is a message of its own that would take the place of the whole one."""
+    message = sdk_pb.ForwardBackwardRequest(model_id=training.model_id, seq_id=1)
+    prefix = message.SerializeToString()
+    host, port = server.url.removeprefix("http://").split(":")
+    with socket.create_connection((host, int(port))) as connection:
+        connection.sendall(
+            b"POST /api/v1/forward_backward HTTP/1.1\r\nHost: x\r\n"
+            b"Content-Type: application/x-protobuf\r\n"
+            + f"Content-Length: {len(prefix) + 100}\r\n\r\n".encode()
+            + prefix
+        )
+    training.forward_backward(GOOD, "cross_entropy").result()
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"prompt": {"chunks": [{"type": "encoded_text", "tokens": [2**63]}]}},
+        {"target_prompt_logprobs": {"data": [2**63], "dtype": "int64", "shape": [1, 1]}},
+    ],
+)
+def test_numbers_over_64_bits_fail_their_future(
+    server: RunningServer, changes: dict[str, Any]
+) -> None:
+    session = server.post("create_session", {}).json()["session_id"]
+    body = {"session_id": session, "sampling_session_seq_id": 0, "base_model": MODEL}
+    sampler = server.post("create_sampling_session", body).json()["sampling_session_id"]
+    request = {
+        "sampling_session_id": sampler,
+        "seq_id": 0,
+        "prompt": {"chunks": [{"tokens": [1, 2]}]},
+    }
+    answer = server.post("asample", {**request, **changes})
+    result = server.wait_result(answer.json()["request_id"]).json()
+    assert result["category"] == "user"
+    assert "can't hold" in result["error"]
+
+
+def test_fields_that_are_null_count_as_missing(server: RunningServer) -> None:
+    session = server.post("create_session", {"user_metadata": None, "tags": None}).json()
+    body = {
+        "session_id": session["session_id"],
+        "sampling_session_seq_id": 0,
+        "base_model": MODEL,
+        "model_path": None,
+    }
+    sampler = server.post("create_sampling_session", body).json()["sampling_session_id"]
+    request = {
+        "sampling_session_id": sampler,
+        "seq_id": 0,
+        "prompt": {"chunks": [{"tokens": [1, 2], "type": None}]},
+        "sampling_params": {"max_tokens": 2, "temperature": None, "seed": None},
+        "num_samples": None,
+        "prompt_logprobs": None,
+    }
+    answer = server.post("asample", request).json()
+    assert len(answer["sample_sequence_ids"]) == 1
+    assert server.wait_result(answer["request_id"]).headers["content-type"] == (
+        "application/x-protobuf"
+    )
+
+
+def test_too_many_samples_are_refused_at_once(server: RunningServer) -> None:
+    answer = server.post(
+        "asample", {"prompt": {"chunks": []}, "num_samples": 10**9, "base_model": MODEL}
+    )
+    assert answer.status_code == 422
+    assert "4096" in answer.json()["detail"][0]
+
+
+@pytest.mark.parametrize("ttl_seconds", [0, 10**12])
+def test_ttl_out_of_range(training: tinker.TrainingClient, ttl_seconds: int) -> None:
+    with pytest.raises(tinker.RequestFailedError, match=f"ttl_seconds = {ttl_seconds}.*315360000"):
+        training.save_state("short", ttl_seconds=ttl_seconds).result()
+
+
+def test_seed_out_of_range(client: tinker.ServiceClient) -> None:
+    with pytest.raises(tinker.RequestFailedError, match=r"seed is .*2\*\*63"):
+        client.create_lora_training_client(base_model=MODEL, rank=4, seed=2**64).result()
 
 
 def test_body_over_the_limit_fails_its_future(training: tinker.TrainingClient) -> None:

@@ -30,9 +30,14 @@ class RawRun:
         assert accepted == again
         self.model_id = server.wait_result(accepted["request_id"]).json()["model_id"]
 
-    def send_pass(self, seq_id: int, tokens: range = range(1, 9)) -> str:
+    def send_pass(
+        self, seq_id: int, tokens: range = range(1, 9), *, forward_only: bool = False
+    ) -> str:
         message = sdk_pb.ForwardBackwardRequest(
-            model_id=self.model_id, seq_id=seq_id, loss_fn="cross_entropy"
+            model_id=self.model_id,
+            seq_id=seq_id,
+            loss_fn="cross_entropy",
+            forward_only=forward_only,
         )
         datum = message.data.add()
         datum.model_input.add().encoded_text.tokens = np.array(tokens[:-1], np.int32).tobytes()
@@ -138,6 +143,13 @@ def test_step_sent_with_a_failing_pass_is_not_taken(run: RawRun) -> None:
     clean = RawRun(run.server)
     clean.send_pass(1)
     assert run.server.wait_result(clean.send_step(2)).json()["metrics"]["grad_norm"] == norm
+
+
+def test_failed_forward_does_not_touch_the_gradient(run: RawRun) -> None:
+    run.send_pass(1)
+    bad = run.send_pass(2, range(10_000, 10_004), forward_only=True)
+    assert "metrics" in run.server.wait_result(run.send_step(3)).json()
+    assert run.server.wait_result(bad).json()["category"] == "user"
 
 
 def test_client_that_saw_the_failure_goes_on(run: RawRun) -> None:
