@@ -10,7 +10,8 @@ from pathlib import Path
 
 from hosted_tinker.errors import HostedTinkerError, UserError
 from hosted_tinker.store.checkpoint_files import CheckpointFiles
-from hosted_tinker.store.metadata import Checkpoint, Metadata, RunRecord, SamplingSession
+from hosted_tinker.store.metadata import Metadata
+from hosted_tinker.store.records import Checkpoint, RunRecord, SamplingSession
 from hosted_tinker.tinker_path import TinkerPath
 from hosted_tinker.types import AdapterRef, PersistState
 from hosted_tinker.workers.group import WorkerGroup
@@ -41,7 +42,7 @@ class CheckpointSaver:
             )
 
     async def save_named(
-        self, snapshot_id: str, path: TinkerPath, options: SaveOptions
+        self, snapshot_id: str, path: TinkerPath, options: SaveOptions, *, step: int
     ) -> Checkpoint:
         """Raises UserError if the name was taken while this was being written."""
         temporary = await self._persist(snapshot_id)
@@ -53,28 +54,35 @@ class CheckpointSaver:
             version=version,
             directory=self._files.publish(temporary, path, version),
             size_bytes=size_bytes,
+            step=step,
             expires_at=None if options.ttl_seconds is None else time.time() + options.ttl_seconds,
             user_metadata=options.user_metadata,
         )
         self._metadata.put_checkpoint(checkpoint)
         return checkpoint
 
-    async def save_ephemeral(
-        self, snapshot_id: str, run: RunRecord, sampling_session_id: str
-    ) -> None:
-        """Snapshots a run for one sampling session, which owns the files until it ends."""
+    async def save_snapshot(self, snapshot_id: str) -> tuple[str, str]:
+        """Writes it under no name. Returns its version, and its directory, which the caller records."""
         temporary = await self._persist(snapshot_id)
         version = new_version()
-        directory = self._files.publish(temporary, None, version)
+        return version, self._files.publish(temporary, None, version)
+
+    async def save_ephemeral(
+        self, snapshot_id: str, run: RunRecord, sampling_session_id: str
+    ) -> AdapterRef:
+        """Snapshots a run for one sampling session, which owns the files until it ends."""
+        version, directory = await self.save_snapshot(snapshot_id)
+        adapter = AdapterRef(f"{run.model_id}@{version}", Path(directory))
         self._metadata.put_sampling_session(
             SamplingSession(
                 sampling_session_id=sampling_session_id,
                 session_id=run.session_id,
                 base_model=run.base_model,
                 model_path=None,
-                adapter=AdapterRef(f"{run.model_id}@{version}", Path(directory)),
+                adapter=adapter,
             )
         )
+        return adapter
 
     def _check_or_discard(self, temporary: Path, path: TinkerPath, options: SaveOptions) -> None:
         try:

@@ -65,8 +65,9 @@ def add_flag(parser: argparse.ArgumentParser, field: str, annotation: Any, text:
     help_text = text.replace("%", "%%")
     if annotation is bool:
         parser.add_argument(flag, action=argparse.BooleanOptionalAction, help=help_text)
-    elif field == "served_model_name":
-        parser.add_argument(flag, nargs="+", metavar="NAME", help=help_text)
+    elif annotation == tuple[str, ...]:
+        metavar = field.rsplit("_", 1)[-1].upper()
+        parser.add_argument(flag, nargs="+", metavar=metavar, help=help_text)
     else:
         parser.add_argument(flag, metavar=field.rsplit("_", 1)[-1].upper(), help=help_text)
 

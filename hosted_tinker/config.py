@@ -9,6 +9,8 @@ from __future__ import annotations
 import ipaddress
 import json
 import os
+import re
+import shlex
 import tomllib
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -20,7 +22,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_valida
 from hosted_tinker.errors import SettingsError
 
 ENV_PREFIX = "HOSTED_TINKER_"
-SECRET_FIELDS = {"api_key"}
+SECRET_FIELDS = {"api_key", "vllm_api_key"}
 BackendName = Literal["pytorch", "fake"]
 
 
@@ -86,6 +88,12 @@ class PytorchConfig(BaseModel):
             "GPU only."
         ),
     ] = None
+    vllm_sync_url: Annotated[
+        str | None,
+        Field(
+            description="The same as vllm_url, for configurations that keep it with the backend."
+        ),
+    ] = None
     max_context_length: Annotated[
         int | None,
         Field(description="Cap on the context length. Unset: the model's own.", ge=2),
@@ -120,6 +128,7 @@ class FakeConfig(BaseModel):
 
 
 BackendConfig = PytorchConfig | FakeConfig
+AdapterSync = Literal["every_step", "on_request"]
 BACKEND_CONFIGS: dict[BackendName, type[BackendConfig]] = {
     "pytorch": PytorchConfig,
     "fake": FakeConfig,
@@ -162,10 +171,112 @@ class Settings(BaseModel):
     api_key: Annotated[
         str | None,
         Field(
-            description="Key that clients must send as X-API-Key. SDK keys start with 'tml-'.",
+            description="Key that clients must send, as X-API-Key or as Authorization: Bearer. SDK "
+            "keys start with 'tml-'.",
             pattern=r"^tml-\S+$",
         ),
     ] = None
+    vllm_gpus: Annotated[
+        str | None,
+        Field(
+            description="Comma-separated indices of GPUs for a vLLM server that is started, watched "
+            "and stopped here; 'cpu' for a vLLM built for the CPU. Unset, and without vllm_url: the "
+            "embedded engine samples.",
+            pattern=r"^(cpu|\d+(,\d+)*)$",
+        ),
+    ] = None
+    vllm_tp: Annotated[
+        int | None,
+        Field(
+            description="GPUs of one vLLM server (tensor parallel). Unset: all of vllm_gpus. Fewer: "
+            "as many servers as there is room for, on vllm_port and the ports after it.",
+            ge=1,
+        ),
+    ] = None
+    vllm_port: Annotated[
+        int, Field(description="Port of the vLLM server that is started here.", ge=1, le=65535)
+    ] = 8001
+    vllm_python: Annotated[
+        Path | None,
+        Field(
+            description="Python of the environment that vLLM is installed in. Unset: this one's."
+        ),
+    ] = None
+    vllm_args: Annotated[
+        str,
+        Field(
+            description="More arguments for the vLLM server, as on its command line, such as "
+            "'--gpu-memory-utilization 0.8'."
+        ),
+    ] = ""
+    vllm_url: Annotated[
+        tuple[str, ...],
+        Field(
+            description="Addresses of vLLM servers that run already; several are replicas of one "
+            "another. They must serve base_model with --enable-lora and "
+            "VLLM_ALLOW_RUNTIME_LORA_UPDATING=True."
+        ),
+    ] = ()
+    vllm_url_on_cpu: Annotated[
+        bool,
+        Field(
+            description="The servers at vllm_url run on CPUs: ways round faults of vLLM's kernels for "
+            "them are taken."
+        ),
+    ] = False
+    vllm_api_key: Annotated[
+        str | None, Field(description="Key of the servers at vllm_url.", min_length=1)
+    ] = None
+    vllm_state_dir: Annotated[
+        Path | None,
+        Field(
+            description="state_dir as the servers at vllm_url see it, where they mount it elsewhere."
+        ),
+    ] = None
+    vllm_max_loras: Annotated[
+        int,
+        Field(description="Adapters that one batch of the vLLM started here can mix.", ge=1),
+    ] = 8
+    vllm_max_cpu_loras: Annotated[
+        int,
+        Field(
+            description="Adapters that each vLLM server keeps loaded; the least recently used "
+            "leaves first and is loaded again when asked for.",
+            ge=1,
+        ),
+    ] = 32
+    vllm_max_lora_rank: Annotated[
+        int,
+        Field(
+            description="Highest LoRA rank that the vLLM started here serves; memory grows with it.",
+            ge=1,
+        ),
+    ] = 64
+    vllm_start_timeout_s: Annotated[
+        float,
+        Field(description="Seconds that a vLLM server may take until it is healthy.", gt=0),
+    ] = 1200.0
+    embedded_fallback: Annotated[
+        bool,
+        Field(
+            description="Answer what vLLM can't serve with the embedded engine, which holds the base "
+            "model a second time. Off: such a request, or run, is refused by name."
+        ),
+    ] = False
+    adapter_sync: Annotated[
+        AdapterSync,
+        Field(
+            description="When a run's newest weights become available under its id. every_step: "
+            "after each optim_step. on_request: when a client of /v1 asks for them."
+        ),
+    ] = "every_step"
+    serve_latest: Annotated[
+        bool,
+        Field(
+            description="Under /v1, answer the base model's name with the run created last, once it "
+            "has weights."
+        ),
+    ] = False
     parallel_chunks: Annotated[
         bool,
         Field(
@@ -206,6 +317,14 @@ class Settings(BaseModel):
             description="Seconds that a result is kept for a client that has not fetched it.", gt=0
         ),
     ] = 3600.0
+    ended_run_ttl_s: Annotated[
+        float,
+        Field(
+            description="Seconds that the newest weights of a run can still be sampled under its id "
+            "after the run has ended. Checkpoints stay.",
+            gt=0,
+        ),
+    ] = 604800.0
     session_timeout_s: Annotated[
         float,
         Field(
@@ -218,10 +337,50 @@ class Settings(BaseModel):
         Literal["debug", "info", "warning", "error"], Field(description="Of the server's own log.")
     ] = "info"
 
-    @field_validator("served_model_name", mode="before")
+    @field_validator("served_model_name", "vllm_url", mode="before")
     @classmethod
-    def _split_names(cls, value: Any) -> Any:
+    def _split_list(cls, value: Any) -> Any:
         return [name for name in value.split(",") if name] if isinstance(value, str) else value
+
+    @field_validator("vllm_url")
+    @classmethod
+    def _check_urls(cls, urls: tuple[str, ...]) -> tuple[str, ...]:
+        for url in urls:
+            if not re.fullmatch(r"https?://[^/\s]+", url.rstrip("/").removesuffix("/v1")):
+                raise ValueError(f"{url!r} is not an address such as http://127.0.0.1:8001")
+        if len(set(urls)) < len(urls):
+            raise ValueError("an address is there twice")
+        return tuple(url.rstrip("/").removesuffix("/v1") for url in urls)
+
+    @field_validator("vllm_args")
+    @classmethod
+    def _check_arguments(cls, arguments: str) -> str:
+        try:
+            shlex.split(arguments)
+        except ValueError as error:
+            raise ValueError(f"not a command line: {error}") from error
+        return arguments
+
+    @model_validator(mode="before")
+    @classmethod
+    def _take_backends_vllm_url(cls, values: Any) -> Any:
+        config = values.get("backend_config")
+        url = config.vllm_sync_url if isinstance(config, PytorchConfig) else None
+        if url is None:
+            return values
+        if values.get("vllm_url"):
+            raise ValueError("vllm_url and backend_config.vllm_sync_url are both set; keep one")
+        return {**values, "vllm_url": url}
+
+    @model_validator(mode="after")
+    def _check_sampler(self) -> Settings:
+        if self.vllm_gpus is not None and self.vllm_url:
+            raise ValueError(
+                "vllm_gpus starts a vLLM server and vllm_url uses one that runs already; keep one"
+            )
+        if self.uses_vllm and self.backend == "fake":
+            raise ValueError("backend fake has no weights that vLLM could load")
+        return self
 
     @model_validator(mode="after")
     def _require_key_off_loopback(self) -> Settings:
@@ -231,6 +390,18 @@ class Settings(BaseModel):
                 f"environment, {ENV_PREFIX}API_KEY=tml-...), or listen on 127.0.0.1"
             )
         return self
+
+    @property
+    def uses_vllm(self) -> bool:
+        return self.vllm_gpus is not None or bool(self.vllm_url)
+
+    @property
+    def vllm_on_cpu(self) -> bool:
+        return self.vllm_gpus == "cpu" or (bool(self.vllm_url) and self.vllm_url_on_cpu)
+
+    @property
+    def uses_embedded_engine(self) -> bool:
+        return not self.uses_vllm or self.embedded_fallback
 
     @property
     def effective_sequence_gap_s(self) -> float:

@@ -4,10 +4,12 @@
     |-- UserError            the request cannot succeed as sent            400, category user
     |   |-- NotFoundError    it names a run, checkpoint or session unknown 404
     |   |-- TooLargeError    it is over a size limit                       413
-    |   `-- ForbiddenError   the key is missing or wrong                   401
+    |   |-- ForbiddenError   the key is missing or wrong                   401
+    |   `-- UnservableError  this server's sampler can't do it             400
     |-- SettingsError        the server cannot start with these settings
     |-- BusyError            a queue is full, try again later              429, category server
     |-- WorkerDiedError      a worker process exited during an operation   503
+    |-- SamplerDownError     no replica of the sampler answers             503
     `-- WorkerFailedError    an operation raised inside a worker           500
 
 The message is shown to the user as it stands: it names the value and what is accepted.
@@ -53,6 +55,10 @@ class ForbiddenError(UserError):
     http_status = 401
 
 
+class UnservableError(UserError):
+    """The sampler of this server can't do what the request, or the run, needs."""
+
+
 class SettingsError(HostedTinkerError):
     """The server cannot start with these settings. Shown as one line by the command line."""
 
@@ -67,6 +73,12 @@ class BusyError(HostedTinkerError):
 
 class WorkerDiedError(HostedTinkerError):
     """A worker process exited while it held an operation, or holds the run no longer."""
+
+    http_status = 503
+
+
+class SamplerDownError(HostedTinkerError):
+    """No replica of the sampler answers; the request can be sent again."""
 
     http_status = 503
 

@@ -19,9 +19,13 @@ class ModelNames:
     names: Sequence[str]
     tokenizer_id: str
 
+    def __contains__(self, name: str) -> bool:
+        """Whether it is one of the names, with or without a suffix."""
+        return name in self.names or name.split(":", 1)[0] in self.names
+
     def check(self, name: str) -> str:
-        """Returns `name`. Raises UserError if it is none of the names, with or without a suffix."""
-        if name in self.names or name.split(":", 1)[0] in self.names:
+        """Returns `name`. Raises UserError if it is none of the names."""
+        if name in self:
             return name
         raise UserError(
             f"base model {name!r} is not served here; accepted: {', '.join(self.names)} "

@@ -34,6 +34,7 @@ class Job:
         in_background: `finish` writes files; the next request need not wait for it.
         may_follow_later_ids: the SDK may send it after requests with higher numbers.
         computes_gradient: the next step's gradient misses a part if it fails.
+        loaded_step: optimizer steps behind the checkpoint that a `LoadState` reads.
     """
 
     model_id: str
@@ -44,6 +45,7 @@ class Job:
     in_background: bool = False
     may_follow_later_ids: bool = False
     computes_gradient: bool = False
+    loaded_step: int = 0
 
 
 class RunQueue:

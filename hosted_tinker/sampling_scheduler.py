@@ -1,42 +1,56 @@
-"""Takes sampling requests to the embedded engine, all at once: the engine batches them."""
+"""Takes sampling requests to the sampler, all at once: the engines batch them."""
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import time
+from collections.abc import Generator
 from dataclasses import replace
 
-from hosted_tinker.errors import (
-    BusyError,
-    HostedTinkerError,
-    WorkerDiedError,
-    WorkerFailedError,
-)
+from hosted_tinker.adapter_holds import AdapterHolds
+from hosted_tinker.errors import BusyError, HostedTinkerError, WorkerFailedError
 from hosted_tinker.futures import Future, Futures, Waiting
+from hosted_tinker.samplers import Sampler
 from hosted_tinker.sampling.request_checks import check_sample
-from hosted_tinker.types import CancelSample, Sample, SampleOutput
-from hosted_tinker.workers.group import GroupState, WorkerGroup
+from hosted_tinker.types import Sample
+from hosted_tinker.workers.group import GroupState
 
 logger = logging.getLogger(__name__)
-
-ATTEMPTS = 2
-"""A request that was running when the engine's process died is run again, once."""
 
 
 class SamplingScheduler:
     """Owns the tasks of running sampling requests."""
 
-    def __init__(self, sampler: WorkerGroup, futures: Futures, *, max_queued: int) -> None:
+    def __init__(
+        self, sampler: Sampler, futures: Futures, holds: AdapterHolds, *, max_queued: int
+    ) -> None:
         self._sampler = sampler
         self._futures = futures
+        self._holds = holds
         self._max_queued = max_queued
         self._tasks: dict[str, asyncio.Task[None]] = {}
+        self._num_elsewhere = 0
 
     def check_room(self) -> None:
         """Raises BusyError when as many requests as allowed wait already."""
-        if len(self._tasks) >= self._max_queued:
-            raise BusyError(f"{len(self._tasks)} sampling requests are waiting; try again later")
+        if self._num_requests >= self._max_queued:
+            raise BusyError(f"{self._num_requests} sampling requests are waiting; try again later")
+
+    @contextlib.contextmanager
+    def take_room(self) -> Generator[None]:
+        """Counts a request that is answered elsewhere. Raises BusyError as `check_room` does."""
+        self.check_room()
+        self._num_elsewhere += 1
+        try:
+            yield
+        finally:
+            self._num_elsewhere -= 1
+
+    @property
+    def _num_requests(self) -> int:
+        return len(self._tasks) + self._num_elsewhere
 
     def submit(self, future: Future, sample: Sample) -> None:
         """Starts a request. Its future is settled with what comes of it."""
@@ -47,14 +61,15 @@ class SamplingScheduler:
 
     async def cancel(self, request_id: str) -> None:
         """Drops a request, wherever it is. Unknown and ended ones are ignored."""
-        if request_id in self._tasks and self._sampler.state is GroupState.READY:
-            await self._sampler.call(CancelSample(request_id))
+        if request_id in self._tasks:
+            await self._sampler.cancel(request_id)
 
     async def _run(self, future: Future, sample: Sample) -> None:
         started = time.monotonic()
         try:
-            check_sample(sample, await self._sampler.wait_ready())
-            output = await self._call(sample)
+            with self._holds.hold(sample.adapter):
+                check_sample(sample, await self._sampler.wait_ready())
+                output = await self._sampler.sample(sample)
         except HostedTinkerError as error:
             logger.info("sample failed request_id=%s error=%s", sample.request_id, error)
             self._futures.settle(future, error)
@@ -73,16 +88,7 @@ class SamplingScheduler:
         )
         self._futures.settle(future, replace(output, target_csr=sample.target_csr))
 
-    async def _call(self, sample: Sample) -> SampleOutput:
-        for attempt in range(1, ATTEMPTS + 1):
-            try:
-                return await self._sampler.call(sample)
-            except WorkerDiedError:
-                if attempt == ATTEMPTS:
-                    raise
-        raise AssertionError("unreachable")
-
     def _describe(self) -> Waiting:
         if self._sampler.state is GroupState.LOADING:
-            return Waiting("paused_capacity", f"the base model loads: {self._sampler.phase}")
-        return Waiting("active", f"{len(self._tasks)} sampling requests run or wait")
+            return Waiting("paused_capacity", f"the sampler starts: {self._sampler.phase}")
+        return Waiting("active", f"{self._num_requests} sampling requests run or wait")

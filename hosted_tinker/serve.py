@@ -124,13 +124,14 @@ async def load(server: Server, http: HttpServer, listener: socket.socket) -> Non
     base_model = server.trainer.base_model
     assert base_model is not None
     logger.info(
-        "ready url=http://%s:%d models=%s parameters=%d context_length=%d device=%s",
+        "ready url=http://%s:%d models=%s parameters=%d context_length=%d device=%s sampler=%s",
         host,
         port,
         ",".join(server.names.names),
         base_model.num_parameters,
         base_model.context_length,
         base_model.device,
+        server.sampler.describe(),
     )
 
 

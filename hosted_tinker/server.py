@@ -7,16 +7,24 @@ import fcntl
 import logging
 import sqlite3
 import time
-from dataclasses import replace
 from pathlib import Path
 from typing import Literal, TextIO
 
+import aiohttp
+
+from hosted_tinker.adapter_holds import AdapterHolds
+from hosted_tinker.base_adapter import BaseAdapter
 from hosted_tinker.checkpoints import CheckpointSaver
 from hosted_tinker.config import Settings
 from hosted_tinker.default_model import DEFAULT_MODEL_NAME, ensure_default_model
-from hosted_tinker.errors import SettingsError
+from hosted_tinker.errors import HostedTinkerError, SettingsError, UnservableError
 from hosted_tinker.futures import Futures
 from hosted_tinker.model_names import ModelNames
+from hosted_tinker.replicas.gpus import list_gpus, measure_weights, place_on_gpus
+from hosted_tinker.replicas.launch import make_replicas, open_http_session
+from hosted_tinker.replicas.pool import ReplicaPool
+from hosted_tinker.run_weights import NewestWeights, WeightsStore
+from hosted_tinker.samplers import EmbeddedSampler, choose_sampler
 from hosted_tinker.sampling_scheduler import SamplingScheduler
 from hosted_tinker.store.checkpoint_files import CheckpointFiles
 from hosted_tinker.store.database import open_database
@@ -30,6 +38,8 @@ logger = logging.getLogger(__name__)
 
 UPKEEP_INTERVAL_S = 30.0
 DRAIN_TIMEOUT_S = 60.0
+CHECK_TIMEOUT_S = 60.0
+"""How long the creation of a run waits for a sampler that is being started anew."""
 
 
 class Server:
@@ -47,17 +57,35 @@ class Server:
         self.metadata = Metadata(open_database(settings.state_dir / "metadata.sqlite"))
         self.futures = Futures(settings.result_ttl_s)
         self.names = ModelNames(known_names(settings), find_tokenizer(settings))
+        self.started_at = time.time()
         self.loading_phase = "starting"
         self._tasks: list[asyncio.Task[None]] = []
+        self._http: aiohttp.ClientSession | None = None
+        self.holds = AdapterHolds()
         self.trainer = WorkerGroup("trainer", on_restart=lambda: self.training.mark_all_lost())
-        self.sampler = WorkerGroup("sampler", on_restart=lambda: None)
-        self.training = TrainingScheduler(
-            self.trainer, self.futures, gap_s=settings.effective_sequence_gap_s
-        )
+        self.pool = ReplicaPool(settings.vllm_start_timeout_s) if settings.uses_vllm else None
+        self.embedded: EmbeddedSampler | None = None
+        if settings.uses_embedded_engine:
+            self.embedded = EmbeddedSampler(WorkerGroup("sampler", on_restart=lambda: None))
+        self.sampler = choose_sampler(self.pool, self.embedded, self.trainer)
         self.sampling = SamplingScheduler(
-            self.sampler, self.futures, max_queued=settings.max_queued_samples
+            self.sampler, self.futures, self.holds, max_queued=settings.max_queued_samples
+        )
+        self.training = TrainingScheduler(
+            self.trainer,
+            self.futures,
+            gap_s=settings.effective_sequence_gap_s,
+            on_new_weights=self._note_change,
+            may_close=self._may_close,
         )
         self.saver = CheckpointSaver(self.trainer, self.files, self.metadata)
+        self.newest = NewestWeights(
+            self.training,
+            self.sampler,
+            self.saver,
+            WeightsStore(self.files, self.metadata, self.holds),
+            settings.adapter_sync,
+        )
 
     async def start(self) -> None:
         """Begins to load the model; returns once it is loaded.
@@ -66,27 +94,37 @@ class Server:
             HostedTinkerError: the model can't be loaded. The message is for the operator.
         """
         base_model = await self._find_base_model()
-        for group in (self.trainer, self.sampler):
-            group.start(
-                [
-                    WorkerSpec(
-                        group.role, base_model, self.settings.backend, self.settings.backend_config
-                    )
-                ]
-            )
+        gpus = await asyncio.to_thread(list_gpus)
+        backend_config = place_on_gpus(self.settings, gpus, measure_weights(base_model))
+        groups = [self.trainer, *([self.embedded.group] if self.embedded else [])]
+        for group in groups:
+            spec = WorkerSpec(group.role, base_model, self.settings.backend, backend_config)
+            group.start([spec])
         self._tasks = [
             asyncio.create_task(self.training.run_forever()),
             asyncio.create_task(self._keep_up()),
         ]
+        if self.pool is not None:
+            self._http = open_http_session()
+            names = self.names.names
+            base_adapter = BaseAdapter(self.trainer, self.settings.state_dir)
+            self.pool.start(
+                make_replicas(self.settings, base_model, names, self._http, base_adapter.get)
+            )
         await asyncio.gather(self.trainer.wait_ready(), self.sampler.wait_ready())
 
     async def stop(self) -> None:
         """Ends the workers once checkpoints that are being written are complete."""
         await self.training.drain(DRAIN_TIMEOUT_S)
+        await self.newest.stop()
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
-        await asyncio.gather(self.trainer.stop(), self.sampler.stop())
+        parts = [self.trainer, *([self.embedded.group] if self.embedded else [])]
+        pools = [self.pool] if self.pool else []
+        await asyncio.gather(*(part.stop() for part in (*parts, *pools)))
+        if self._http is not None:
+            await self._http.close()
         self.metadata.close()
         self._lock.close()
 
@@ -104,9 +142,32 @@ class Server:
             return self.loading_phase
         return f"trainer: {self.trainer.phase}, sampler: {self.sampler.phase}"
 
-    def resolve_adapter(self, adapter: AdapterRef | None) -> AdapterRef | None:
-        """The same adapter with an absolute directory."""
-        return adapter and replace(adapter, directory=self.files.resolve(adapter.directory))
+    async def check_sampler_serves(self, model_id: str) -> None:
+        """Publishes a new run's first weights where vLLM samples, before the run trains for hours.
+
+        Raises:
+            UnservableError: vLLM refuses an adapter of its shape. The run is forgotten.
+        """
+        if self.pool is None:
+            return
+        try:
+            async with asyncio.timeout(CHECK_TIMEOUT_S):
+                await self.pool.wait_ready()
+            await self.newest.get(model_id)
+        except UnservableError:
+            self.metadata.delete_run(model_id)
+            raise
+        except (TimeoutError, HostedTinkerError) as error:
+            logger.warning("run not checked with the sampler model_id=%s: %r", model_id, error)
+
+    async def preload(self, adapter: AdapterRef) -> None:
+        """Loads new weights into the sampler; if that fails now, the first request tries again."""
+        resolved = self.files.resolve_adapter(adapter)
+        with self.holds.hold(resolved):
+            try:
+                await self.sampler.load(resolved)
+            except HostedTinkerError as error:
+                logger.warning("adapter not preloaded name=%s error=%s", adapter.name, error)
 
     def finish_session(self, session_id: str, reason: str) -> None:
         """Ends a session: its runs leave memory after the requests they have."""
@@ -124,6 +185,12 @@ class Server:
         self.names = ModelNames(self.names.names, str(directory))
         self.loading_phase = "workers"
         return str(directory)
+
+    def _note_change(self, model_id: str) -> None:
+        self.newest.note_change(model_id)
+
+    def _may_close(self, model_id: str) -> bool:
+        return self.newest.may_close(model_id)
 
     def _set_loading_phase(self, phase: str) -> None:
         self.loading_phase = phase
@@ -143,8 +210,23 @@ class Server:
         for session_id in self.metadata.list_idle_session_ids(idle_since):
             self.finish_session(session_id, "timeout")
         self.metadata.delete_expired_checkpoints()
+        self.newest.forget_ended(self.settings.ended_run_ttl_s)
         unused = self.files.list_unused(self.metadata.list_directories_in_use())
-        await asyncio.to_thread(self.files.remove, unused)
+        removable = await self._take_from_sampler(set(unused) - self.holds.directories)
+        await asyncio.to_thread(self.files.remove, removable)
+
+    async def _take_from_sampler(self, directories: set[Path]) -> list[Path]:
+        """Those of the directories that no engine can read any more.
+
+        vLLM ends if it looks for the files of an adapter that it knows and they are gone.
+        """
+        if self.pool is None:
+            return list(directories)
+        for name, directory in self.pool.held_adapters().items():
+            if directory in directories:
+                await self.pool.unload_everywhere(name)
+        still_held = set(self.pool.held_adapters().values())
+        return [directory for directory in directories if directory not in still_held]
 
 
 def lock_state_dir(directory: Path) -> TextIO:

@@ -10,11 +10,13 @@ import asyncio
 import logging
 import time
 from collections import deque
-from collections.abc import Coroutine
+from collections.abc import Callable, Coroutine
+from dataclasses import dataclass
 from typing import Any
 
 from hosted_tinker.errors import (
     HostedTinkerError,
+    NotFoundError,
     UserError,
     WorkerDiedError,
     WorkerFailedError,
@@ -23,6 +25,7 @@ from hosted_tinker.futures import Future, Futures, Waiting
 from hosted_tinker.loss_specs import check_forward_backward
 from hosted_tinker.run_queue import CREATE_SEQ_ID, Job, RunQueue
 from hosted_tinker.types import (
+    CaptureState,
     ClearGradients,
     CreateModel,
     ForwardBackward,
@@ -36,10 +39,33 @@ from hosted_tinker.workers.group import GroupState, WorkerGroup
 logger = logging.getLogger(__name__)
 
 
+@dataclass(frozen=True, slots=True)
+class RunProgress:
+    """Where a run stands.
+
+    Attributes:
+        generation: how often its weights have changed since it came into memory.
+        step: its optimizer steps, those before the checkpoint that it came from included.
+    """
+
+    generation: int
+    step: int
+
+
+@dataclass(frozen=True, slots=True)
+class WaitingCapture:
+    """A copy of a run's adapter that the lane is to take before its next request."""
+
+    model_id: str
+    snapshot_id: str
+    done: asyncio.Future[RunProgress]
+
+
 class Run:
     """A run's queue, and what must be remembered between its requests.
 
     Attributes:
+        progress: of its weights.
         lost: the trainer process that held it died.
         closing: it leaves memory when its queue is empty.
         failed_passes: futures of forward_backward requests that failed since the last step.
@@ -49,6 +75,7 @@ class Run:
 
     def __init__(self, gap_s: float) -> None:
         self.queue = RunQueue(gap_s)
+        self.progress = RunProgress(0, 0)
         self.lost = False
         self.closing = False
         self.failed_passes: list[Future] = []
@@ -56,12 +83,29 @@ class Run:
 
 
 class TrainingScheduler:
-    """Owns every run's queue and the one task that talks to the trainer."""
+    """Owns every run's queue and the one task that talks to the trainer.
 
-    def __init__(self, trainer: WorkerGroup, futures: Futures, *, gap_s: float) -> None:
+    Args:
+        on_new_weights: called with the run's id after each change of its weights, before the
+            request that made it is answered.
+        may_close: whether a run that has ended may leave memory; asked again after `wake`.
+    """
+
+    def __init__(
+        self,
+        trainer: WorkerGroup,
+        futures: Futures,
+        *,
+        gap_s: float,
+        on_new_weights: Callable[[str], None],
+        may_close: Callable[[str], bool],
+    ) -> None:
         self._trainer = trainer
         self._futures = futures
         self._gap_s = gap_s
+        self._on_new_weights = on_new_weights
+        self._may_close = may_close
+        self._captures: deque[WaitingCapture] = deque()
         self._runs: dict[str, Run] = {}
         self._turns: deque[str] = deque()
         self._wake = asyncio.Event()
@@ -76,6 +120,32 @@ class TrainingScheduler:
 
     def has_run(self, model_id: str) -> bool:
         return model_id in self._runs
+
+    def list_run_ids(self) -> list[str]:
+        """Of the runs in memory, the newest last."""
+        return list(self._runs)
+
+    def get_progress(self, model_id: str) -> RunProgress:
+        """Of a run in memory."""
+        return self._runs[model_id].progress
+
+    async def capture(self, model_id: str, snapshot_id: str) -> RunProgress:
+        """Copies a run's adapter to host memory before the next request runs.
+
+        Returns:
+            Which weights they are.
+
+        Raises:
+            HostedTinkerError: the run is not in memory, or the trainer failed.
+        """
+        done: asyncio.Future[RunProgress] = asyncio.get_running_loop().create_future()
+        self._captures.append(WaitingCapture(model_id, snapshot_id, done))
+        self._wake.set()
+        return await done
+
+    def wake(self) -> None:
+        """Makes the lane look again for something to do."""
+        self._wake.set()
 
     def next_seq_id(self, model_id: str) -> int:
         """For requests of old clients, which send no number."""
@@ -107,6 +177,7 @@ class TrainingScheduler:
         while True:
             # Cleared before looking, so that what comes after the look wakes the wait below.
             self._wake.clear()
+            await self._run_captures()
             job = self._take_job()
             if job is None:
                 await self._close_runs()
@@ -137,8 +208,26 @@ class TrainingScheduler:
         except TimeoutError:
             return
 
+    async def _run_captures(self) -> None:
+        while self._captures:
+            waiting = self._captures.popleft()
+            run = self._runs.get(waiting.model_id)
+            capture = CaptureState(waiting.model_id, waiting.snapshot_id, with_optimizer=False)
+            try:
+                if run is None:
+                    raise NotFoundError(f"training run {waiting.model_id!r} is not in memory")
+                await self._check_state(run, capture)
+                await self._trainer.call(capture)
+            except HostedTinkerError as error:
+                if not waiting.done.done():
+                    waiting.done.set_exception(error)
+            else:
+                if not waiting.done.done():
+                    waiting.done.set_result(run.progress)
+
     async def _close_runs(self) -> None:
-        for model_id in [id for id, run in self._runs.items() if run.closing and not run.queue]:
+        ended = [id for id, run in self._runs.items() if run.closing and not run.queue]
+        for model_id in filter(self._may_close, ended):
             del self._runs[model_id]
             self._turns.remove(model_id)
             if self._trainer.state is GroupState.READY:
@@ -165,6 +254,8 @@ class TrainingScheduler:
             self._running = None
         self._remember_pass(run, job)
         self._log(job)
+        if isinstance(job.work, CaptureState):
+            output = run.progress
         if job.in_background:
             self._spawn(self._finish(run, job, output))
         else:
@@ -189,18 +280,30 @@ class TrainingScheduler:
             run.failed_passes.append(job.future)
         if job.seq_id == CREATE_SEQ_ID:
             run.closing = True
+            self._wake.set()
         self._futures.settle(job.future, error)
 
     def _remember_pass(self, run: Run, job: Job) -> None:
         match job.work:
             case ForwardBackward(forward_only=False):
                 run.last_pass_accepted_at = job.future.accepted_at
-            case CreateModel() | LoadState(create=True):
+            case CreateModel():
                 run.lost = False
-            case OptimStep() | LoadState():
+                self._advance(run, job.model_id, 0)
+            case LoadState(create=create):
+                run.lost = run.lost and not create
                 run.failed_passes.clear()
+                self._advance(run, job.model_id, job.loaded_step)
+            case OptimStep():
+                run.failed_passes.clear()
+                self._advance(run, job.model_id, run.progress.step + 1)
             case _:
                 pass
+
+    def _advance(self, run: Run, model_id: str, step: int) -> None:
+        """Notes that the run has new weights."""
+        run.progress = RunProgress(run.progress.generation + 1, step)
+        self._on_new_weights(model_id)
 
     async def _check_state(self, run: Run, operation: TrainingOperation) -> None:
         """Raises what makes the operation impossible, whatever is in it."""

@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 from numpy.typing import NDArray
@@ -232,7 +232,7 @@ class SamplingParams:
     temperature: float = 1.0
     top_k: int = -1
     top_p: float = 1.0
-    stop: tuple[str, ...] | tuple[int, ...] | None = None
+    stop: tuple[str | int, ...] | None = None
     seed: int | None = None
 
 
@@ -259,6 +259,7 @@ class Sample:
         prompt_alt_tokens_k: draw that many tokens at every prompt position, 0 for none.
         topk_sample_logprobs: the K most likely tokens at every sampled position, 0 for none.
         target_csr: set where the targets came sparse, for the answer to have the same layout.
+        stream: report tokens as they are drawn.
     """
 
     request_id: str
@@ -273,6 +274,46 @@ class Sample:
     prompt_alt_tokens_k: int = 0
     topk_sample_logprobs: int = 0
     target_csr: CsrPattern | None = None
+    stream: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class NewToken:
+    """A token of a running sample: which sequence's, its log-probability, and the most likely ones."""
+
+    index: int
+    token: int
+    logprob: float
+    topk: tuple[tuple[int, float], ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class DescribeTokenizer:
+    """Asks the sampler for its model's `TokenizerInfo`."""
+
+
+@dataclass(frozen=True, slots=True)
+class RenderChat:
+    """Turns messages into the token ids of a prompt by the model's chat template.
+
+    Attributes:
+        messages: role, content and what else the template reads.
+        template_kwargs: variables of the template, `add_generation_prompt` among them.
+    """
+
+    messages: Sequence[Mapping[str, Any]]
+    template_kwargs: Mapping[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class TokenizerInfo:
+    """What it takes to turn tokens into text elsewhere.
+
+    Attributes:
+        tokenizer_json: as the tokenizers library reads it.
+    """
+
+    tokenizer_json: str
 
 
 @dataclass(frozen=True, slots=True)

@@ -37,13 +37,13 @@ async def create_model(body: CreateModelRequest, server: ServerDep) -> dict[str,
         server.metadata.add_run(
             model_id, body.session_id, body.base_model, lora, body.user_metadata
         )
+        await server.check_sampler_serves(model_id)
         close_if_session_ended(server, model_id)
         return NamedResult({"type": "create_model", "model_id": model_id})
 
     server.training.add_run(model_id)
-    server.training.submit(
-        Job(model_id, CREATE_SEQ_ID, CreateModel(model_id, lora), future, finish)
-    )
+    work = CreateModel(model_id, lora)
+    server.training.submit(Job(model_id, CREATE_SEQ_ID, work, future, finish, in_background=True))
     return accepted(future, model_id)
 
 

@@ -12,7 +12,7 @@ from hosted_tinker.api.context import ServerDep
 from hosted_tinker.api.weights import check_ttl
 from hosted_tinker.errors import UserError
 from hosted_tinker.server import Server
-from hosted_tinker.store.metadata import Checkpoint, RunRecord
+from hosted_tinker.store.records import Checkpoint, RunRecord
 from hosted_tinker.tinker_path import CheckpointKind, TinkerPath, parse_tinker_path
 from hosted_tinker.wire.schemas import TtlRequest
 

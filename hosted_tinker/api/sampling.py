@@ -10,7 +10,7 @@ from fastapi import APIRouter
 from hosted_tinker.api.context import ServerDep
 from hosted_tinker.errors import UserError
 from hosted_tinker.server import Server
-from hosted_tinker.store.metadata import SamplingSession
+from hosted_tinker.store.records import SamplingSession
 from hosted_tinker.tinker_path import CheckpointKind, parse_tinker_path
 from hosted_tinker.types import AdapterRef, Sample
 from hosted_tinker.wire.schemas import CreateSamplingSessionRequest, SampleRequest
@@ -59,7 +59,7 @@ async def asample(body: SampleRequest, server: ServerDep) -> dict[str, Any]:
         # A request of an old client without a number has no other that it could repeat.
         number = object() if body.seq_id is None else body.seq_id
         key = ("sample", body.sampling_session_id, number)
-    work = to_sample_or_error(body, server.resolve_adapter(adapter))
+    work = to_sample_or_error(body, adapter and server.files.resolve_adapter(adapter))
     if not server.futures.has(key):
         server.sampling.check_room()
     future, is_new = server.futures.create(key, sample=True)

@@ -15,13 +15,14 @@ from hosted_tinker.checkpoints import SaveOptions
 from hosted_tinker.errors import UserError
 from hosted_tinker.run_queue import CREATE_SEQ_ID, Job
 from hosted_tinker.server import Server
-from hosted_tinker.store.metadata import Checkpoint, RunRecord
+from hosted_tinker.store.records import Checkpoint, RunRecord
 from hosted_tinker.tinker_path import (
     CheckpointKind,
     TinkerPath,
     parse_checkpoint_name,
     parse_tinker_path,
 )
+from hosted_tinker.training_scheduler import RunProgress
 from hosted_tinker.types import CaptureState, LoadState, LoraConfig, NamedResult
 from hosted_tinker.wire.schemas import LoadWeightsRequest, SaveWeightsRequest, WeightsInfoRequest
 
@@ -45,8 +46,9 @@ async def save_weights_for_sampler(body: SaveWeightsRequest, server: ServerDep) 
     run = server.metadata.get_run(body.model_id)
     session_id = make_sampling_session_id(run.session_id, body.sampling_session_seq_id)
 
-    async def save(snapshot_id: str) -> NamedResult:
-        await server.saver.save_ephemeral(snapshot_id, run, session_id)
+    async def save(snapshot_id: str, _step: int) -> NamedResult:
+        adapter = await server.saver.save_ephemeral(snapshot_id, run, session_id)
+        await server.preload(adapter)
         return NamedResult({"sampling_session_id": session_id})
 
     return submit_save(server, body, CheckpointKind.SAMPLER, save)
@@ -67,8 +69,10 @@ def submit_named_save(
     except UserError as raised:
         error = raised
 
-    async def save(snapshot_id: str) -> NamedResult:
-        await server.saver.save_named(snapshot_id, path, options)
+    async def save(snapshot_id: str, step: int) -> NamedResult:
+        checkpoint = await server.saver.save_named(snapshot_id, path, options, step=step)
+        if kind is CheckpointKind.SAMPLER:
+            await server.preload(checkpoint.adapter)
         return NamedResult({"path": str(path)})
 
     return submit_save(server, body, kind, save, error)
@@ -78,10 +82,13 @@ def submit_save(
     server: Server,
     body: SaveWeightsRequest,
     kind: CheckpointKind,
-    save: Callable[[str], Awaitable[NamedResult]],
+    save: Callable[[str, int], Awaitable[NamedResult]],
     error: UserError | None = None,
 ) -> dict[str, Any]:
-    """The capture has its turn among the run's requests; writing goes on beside the next ones."""
+    """The capture has its turn among the run's requests; writing goes on beside the next ones.
+
+    `save` gets the snapshot's id, and how many optimizer steps are behind it.
+    """
     seq_id = seq_id_or_next(server, body.model_id, body.seq_id)
     future, is_new = server.futures.create(("train", body.model_id, seq_id))
     if not is_new:
@@ -91,8 +98,8 @@ def submit_save(
         body.model_id, snapshot_id, with_optimizer=kind is CheckpointKind.TRAINING
     )
 
-    async def finish(_output: object) -> NamedResult:
-        return await save(snapshot_id)
+    async def finish(captured: RunProgress) -> NamedResult:
+        return await save(snapshot_id, captured.step)
 
     server.metadata.touch_run(body.model_id)
     server.training.submit(
@@ -133,20 +140,25 @@ def submit_load(
         return accepted(future, model_id)
     creates = body.model_id is None
     work: LoadState | UserError
+    step = 0
     try:
         checkpoint, source = find_training_checkpoint(server, body.path)
         directory = server.files.resolve(checkpoint.directory)
         work = LoadState(model_id, directory, with_optimizer=bool(body.optimizer), create=creates)
+        step = checkpoint.step or 0
     except UserError as raised:
         work, source = raised, None
 
     async def finish(_output: object) -> NamedResult:
         if creates and source is not None:
             add_resumed_run(server, body, model_id, source)
+            await server.check_sampler_serves(model_id)
             close_if_session_ended(server, model_id)
         return NamedResult({"type": "load_weights", "path": body.path, "model_id": model_id})
 
-    server.training.submit(Job(model_id, seq_id, work, future, finish))
+    server.training.submit(
+        Job(model_id, seq_id, work, future, finish, in_background=creates, loaded_step=step)
+    )
     return accepted(future, model_id)
 
 

@@ -5,11 +5,22 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Protocol
 
-from hosted_tinker.types import BaseModelInfo, Sample, SampleOutput
+from hosted_tinker.types import (
+    BaseModelInfo,
+    NewToken,
+    RenderChat,
+    Sample,
+    SampleOutput,
+    TokenizerInfo,
+)
 from hosted_tinker.workers.messages import Failure
 
 FinishSample = Callable[[str, SampleOutput | Failure], None]
 """Called with (request_id, result) when a request ends."""
+
+
+ReportToken = Callable[[str, NewToken], None]
+"""Called with (request_id, token) for each token of a streamed request, before the request ends."""
 
 
 class SamplingEngine(Protocol):
@@ -21,6 +32,14 @@ class SamplingEngine(Protocol):
 
     def describe_base_model(self) -> BaseModelInfo:
         """What the API process needs to know of the model."""
+        ...
+
+    def describe_tokenizer(self) -> TokenizerInfo:
+        """Raises UserError if the model comes without one."""
+        ...
+
+    def render_chat(self, chat: RenderChat) -> list[int]:
+        """Token ids. Raises UserError for what the model's template does not take."""
         ...
 
     def add(self, sample: Sample) -> None:

@@ -2,8 +2,8 @@
 
 Its model is a hash: the logits after some tokens are normal numbers drawn by the adapter's name and
 the last tokens. So all that a client can check of a model holds: scoring sampled tokens gives the
-log-probabilities that sampling reported, and temperatures and top-k lists agree. It has no
-tokenizer and no end-of-sequence token: stop strings never match.
+log-probabilities that sampling reported, and temperatures and top-k lists agree. Its tokens are
+bytes, and beyond 255 nothing; no token ends a sequence.
 
 Shape letters: P prompt tokens, V vocabulary, K tokens asked of a position.
 """
@@ -18,17 +18,21 @@ from typing import Literal
 
 import numpy as np
 from numpy.typing import NDArray
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 from hosted_tinker.config import FakeConfig
 from hosted_tinker.errors import HostedTinkerError, UserError
-from hosted_tinker.sampling.engine import FinishSample
+from hosted_tinker.sampling.engine import FinishSample, ReportToken
 from hosted_tinker.types import (
     EMPTY_TOPK_LOGPROB,
     BaseModelInfo,
+    NewToken,
+    RenderChat,
     Sample,
     SampledSequence,
     SampleOutput,
     SamplingParams,
+    TokenizerInfo,
     TopkLogprobs,
 )
 from hosted_tinker.workers.messages import Failure
@@ -61,9 +65,11 @@ class _Request:
 class FakeEngine:
     """Implements `SamplingEngine`. Every request runs at once."""
 
-    def __init__(self, config: FakeConfig, finish: FinishSample) -> None:
+    def __init__(self, config: FakeConfig, finish: FinishSample, report: ReportToken) -> None:
         self._config = config
         self._finish = finish
+        self._report = report
+        self._tokenizer = make_tokenizer()
         self._requests: dict[str, _Request] = {}
 
     def describe_base_model(self) -> BaseModelInfo:
@@ -74,6 +80,14 @@ class FakeEngine:
             architecture="Fake",
             device="none",
         )
+
+    def describe_tokenizer(self) -> TokenizerInfo:
+        return TokenizerInfo(self._tokenizer.to_str())
+
+    def render_chat(self, chat: RenderChat) -> list[int]:
+        """`role: content` lines, and the assistant's role at the end."""
+        lines = [f"{message['role']}: {message['content']}\n" for message in chat.messages]
+        return self._tokenizer.encode("".join([*lines, "assistant: "])).ids
 
     def add(self, sample: Sample) -> None:
         try:
@@ -95,9 +109,47 @@ class FakeEngine:
             for completion in request.completions:
                 if completion.stop_reason is None:
                     advance(completion, request, self._config.vocab_size)
+                    self._end_at_strings(completion, request.sample)
+                    if request.sample.stream:
+                        self._report(request_id, last_token(completion, request))
             if all(completion.stop_reason for completion in request.completions):
                 del self._requests[request_id]
                 self._finish(request_id, make_output(request, self._config.vocab_size))
+
+    def _end_at_strings(self, completion: _Completion, sample: Sample) -> None:
+        strings = [stop for stop in sample.params.stop or () if isinstance(stop, str)]
+        if strings:
+            text: str = self._tokenizer.decode(completion.tokens)
+            if any(string in text for string in strings):
+                completion.stop_reason = "stop"
+
+
+def make_tokenizer() -> Tokenizer:
+    """A token for each byte, under the byte's number."""
+    tokenizer = Tokenizer(models.BPE(vocab=make_byte_vocabulary(), merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    return tokenizer
+
+
+def make_byte_vocabulary() -> dict[str, int]:
+    """The character that stands for each byte in byte-level tokenizers: itself if it is printable,
+    otherwise the next one from 256 on (GPT-2's encoder.py, `bytes_to_unicode`)."""
+    printable = {*range(33, 127), *range(161, 173), *range(174, 256)}
+    others = [byte for byte in range(256) if byte not in printable]
+    characters = {byte: chr(byte) for byte in printable}
+    characters |= {byte: chr(256 + number) for number, byte in enumerate(others)}
+    return {character: byte for byte, character in characters.items()}
+
+
+def last_token(completion: _Completion, request: _Request) -> NewToken:
+    topk: tuple[tuple[int, float], ...] = ()
+    best = topk_of(completion.distributions[-1:], request.sample.topk_sample_logprobs)
+    if best is not None:
+        pairs = zip(best.token_ids[0].tolist(), best.logprobs[0].tolist(), strict=True)
+        topk = tuple(pairs)
+    index = request.completions.index(completion)
+    return NewToken(index, completion.tokens[-1], completion.logprobs[-1], topk)
 
 
 def open_request(sample: Sample, config: FakeConfig) -> _Request:

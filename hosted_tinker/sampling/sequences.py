@@ -17,6 +17,7 @@ from hosted_tinker.sampling.token_choice import UniformStream
 from hosted_tinker.types import (
     Float32Array,
     Int64Array,
+    NewToken,
     Sample,
     SampledSequence,
     SampleOutput,
@@ -85,6 +86,14 @@ class RunningSequence:
     @property
     def topk(self) -> int:
         return self.request.sample.topk_sample_logprobs
+
+    @property
+    def last_token(self) -> NewToken:
+        topk: tuple[tuple[int, float], ...] = ()
+        if self.topk:
+            pairs = zip(self.topk_token_ids[-1], self.topk_logprobs[-1], strict=True)
+            topk = tuple((int(token), float(logprob)) for token, logprob in pairs)
+        return NewToken(self.index, self.tokens[-1], self.logprobs[-1], topk)
 
     def append(self, token: int, logprob: float) -> StopReason | None:
         """Takes the next token; says why the sequence ends, if it does."""

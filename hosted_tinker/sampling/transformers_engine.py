@@ -26,8 +26,9 @@ from hosted_tinker.modeling.base_model import BaseModel, load_base_model, restri
 from hosted_tinker.modeling.lora import LoraModel
 from hosted_tinker.sampling.adapters import AdapterCache
 from hosted_tinker.sampling.attention_check import check_batched_decoding, require_full_attention
+from hosted_tinker.sampling.chat_text import describe_tokenizer, render_chat
 from hosted_tinker.sampling.decoder_passes import DecoderPasses, Prefill
-from hosted_tinker.sampling.engine import FinishSample
+from hosted_tinker.sampling.engine import FinishSample, ReportToken
 from hosted_tinker.sampling.prompt_scoring import score_prompt, scores_prompt
 from hosted_tinker.sampling.sequences import (
     ALTERNATIVES_STREAM,
@@ -44,7 +45,7 @@ from hosted_tinker.sampling.token_choice import (
     choose_tokens,
     top_logprobs,
 )
-from hosted_tinker.types import BaseModelInfo, Sample
+from hosted_tinker.types import BaseModelInfo, RenderChat, Sample, TokenizerInfo
 from hosted_tinker.workers.messages import Failure
 
 logger = logging.getLogger(__name__)
@@ -63,12 +64,15 @@ class TransformersEngine:
         tokenizer: PreTrainedTokenizerBase | None,
         config: PytorchConfig,
         finish: FinishSample,
+        report: ReportToken,
     ) -> None:
         self._base = base
+        self._tokenizer = tokenizer
         self._decode_text = None if tokenizer is None else make_decode(tokenizer)
         self._eos_ids = find_eos_ids(base, tokenizer)
         self._config = config
         self._finish = finish
+        self._report = report
         self._passes = DecoderPasses(base, lora.routing, config.max_sampling_sequences)
         self._adapters = AdapterCache(lora, config.max_sampling_adapters)
         self._waiting: deque[PendingSample] = deque()
@@ -82,6 +86,7 @@ class TransformersEngine:
         config: PytorchConfig,
         report_progress: Callable[[str], None],
         finish: FinishSample,
+        report: ReportToken,
     ) -> TransformersEngine:
         """Raises SettingsError for a model that can't be loaded or served."""
         restrict_visible_gpus(config, "sampler")
@@ -90,10 +95,16 @@ class TransformersEngine:
         require_full_attention(base, base_model)
         check_batched_decoding(base, base_model)
         tokenizer = load_tokenizer(base_model)
-        return cls(base, LoraModel(base.module), tokenizer, config, finish)
+        return cls(base, LoraModel(base.module), tokenizer, config, finish, report)
 
     def describe_base_model(self) -> BaseModelInfo:
         return self._base.describe()
+
+    def describe_tokenizer(self) -> TokenizerInfo:
+        return describe_tokenizer(self._tokenizer)
+
+    def render_chat(self, chat: RenderChat) -> list[int]:
+        return render_chat(self._tokenizer, chat)
 
     def add(self, sample: Sample) -> None:
         try:
@@ -224,6 +235,8 @@ class TransformersEngine:
         going_on: list[RunningSequence] = []
         for sequence, token, logprob in zip(sequences, chosen.tokens, chosen.logprobs, strict=True):
             reason = sequence.append(token, logprob)
+            if sequence.request.sample.stream:
+                self._report(sequence.request.sample.request_id, sequence.last_token)
             if reason is None:
                 going_on.append(sequence)
             else:

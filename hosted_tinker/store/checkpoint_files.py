@@ -10,9 +10,11 @@ import os
 import shutil
 import uuid
 from collections.abc import Sequence, Set
+from dataclasses import replace
 from pathlib import Path
 
 from hosted_tinker.tinker_path import TinkerPath
+from hosted_tinker.types import AdapterRef
 
 TEMPORARY = ".incomplete"
 SNAPSHOTS = "snapshots"
@@ -56,6 +58,10 @@ class CheckpointFiles:
     def resolve(self, relative: str | Path) -> Path:
         """The absolute directory."""
         return self._root / relative
+
+    def resolve_adapter(self, adapter: AdapterRef) -> AdapterRef:
+        """The same adapter with an absolute directory."""
+        return replace(adapter, directory=self.resolve(adapter.directory))
 
     def measure(self, directory: Path) -> int:
         """Bytes of the files in a directory."""

@@ -1,4 +1,4 @@
-"""Every SQL statement of the server, as methods that take and return dataclasses."""
+"""Every SQL statement of the server, as methods that take and return `records`."""
 
 from __future__ import annotations
 
@@ -6,71 +6,24 @@ import json
 import sqlite3
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 from hosted_tinker.errors import NotFoundError, UserError
-from hosted_tinker.tinker_path import CheckpointKind, TinkerPath
-from hosted_tinker.types import AdapterRef, LoraConfig
-
-
-@dataclass(frozen=True, slots=True)
-class Session:
-    """A client's session; its id is the prefix of the ids of everything made in it."""
-
-    session_id: str
-    created_at: float
-    last_seen_at: float
-    finished_at: float | None
-    display_name: str | None
-    user_metadata: Mapping[str, str]
-
-
-@dataclass(frozen=True, slots=True)
-class RunRecord:
-    """A training run. `base_model` is the name that its client asked for."""
-
-    model_id: str
-    session_id: str
-    base_model: str
-    created_at: float
-    last_request_at: float
-    lora_rank: int
-    train_attn: bool
-    train_mlp: bool
-    train_unembed: bool
-    user_metadata: Mapping[str, str]
-
-
-@dataclass(frozen=True, slots=True)
-class Checkpoint:
-    """A complete checkpoint. `directory` is relative to the state directory."""
-
-    path: TinkerPath
-    version: str
-    directory: str
-    size_bytes: int
-    created_at: float = field(default_factory=time.time)
-    public: bool = False
-    expires_at: float | None = None
-    user_metadata: Mapping[str, str] = field(default_factory=dict[str, str])
-
-    @property
-    def adapter(self) -> AdapterRef:
-        """For engines: the name is unique and never used for other weights."""
-        return AdapterRef(f"{self.path.model_id}@{self.version}", Path(self.directory))
-
-
-@dataclass(frozen=True, slots=True)
-class SamplingSession:
-    """What a sampling client samples: the base model, or an adapter."""
-
-    sampling_session_id: str
-    session_id: str
-    base_model: str
-    model_path: str | None
-    adapter: AdapterRef | None
+from hosted_tinker.store.records import (
+    Checkpoint,
+    RunRecord,
+    RunWeights,
+    SamplingSession,
+    Session,
+    checkpoint_from_row,
+    dump_metadata,
+    run_from_row,
+    run_weights_from_row,
+    sampling_session_from_row,
+    session_from_row,
+)
+from hosted_tinker.tinker_path import TinkerPath
+from hosted_tinker.types import LoraConfig
 
 
 class Metadata:
@@ -113,14 +66,7 @@ class Metadata:
         row = self._fetch_one("SELECT * FROM sessions WHERE session_id = ?", session_id)
         if row is None:
             raise NotFoundError(f"session {session_id!r} does not exist")
-        return Session(
-            session_id=row["session_id"],
-            created_at=row["created_at"],
-            last_seen_at=row["last_seen_at"],
-            finished_at=row["finished_at"],
-            display_name=row["display_name"],
-            user_metadata=json.loads(row["user_metadata"]),
-        )
+        return session_from_row(row)
 
     def get_live_session(self, session_id: str) -> Session:
         """Raises NotFoundError, or UserError if it has ended."""
@@ -193,6 +139,9 @@ class Metadata:
             raise NotFoundError(f"training run {model_id!r} does not exist")
         return run_from_row(row)
 
+    def has_run(self, model_id: str) -> bool:
+        return self._fetch_one("SELECT 1 FROM runs WHERE model_id = ?", model_id) is not None
+
     def touch_run(self, model_id: str) -> None:
         self._connection.execute(
             "UPDATE runs SET last_request_at = ? WHERE model_id = ?", (time.time(), model_id)
@@ -210,6 +159,7 @@ class Metadata:
         """With its checkpoints' records. The files are removed later, when nothing uses them."""
         self._connection.execute("BEGIN")
         self._connection.execute("DELETE FROM checkpoints WHERE model_id = ?", (model_id,))
+        self._connection.execute("DELETE FROM run_weights WHERE model_id = ?", (model_id,))
         self._connection.execute("DELETE FROM runs WHERE model_id = ?", (model_id,))
         self._connection.execute("COMMIT")
 
@@ -225,7 +175,7 @@ class Metadata:
         """Replaces one of the same path."""
         path = checkpoint.path
         self._connection.execute(
-            "INSERT OR REPLACE INTO checkpoints VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?)",
+            "INSERT OR REPLACE INTO checkpoints VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?)",
             (
                 path.model_id,
                 path.kind,
@@ -237,6 +187,7 @@ class Metadata:
                 checkpoint.public,
                 checkpoint.expires_at,
                 dump_metadata(checkpoint.user_metadata),
+                checkpoint.step,
             ),
         )
 
@@ -297,6 +248,47 @@ class Metadata:
         ).fetchone()[0]
         return [checkpoint_from_row(row) for row in rows], total
 
+    def find_checkpoint_of_version(self, model_id: str, version: str) -> Checkpoint | None:
+        row = self._fetch_one(
+            "SELECT * FROM checkpoints WHERE model_id = ? AND version = ? "
+            "AND (expires_at IS NULL OR expires_at > ?)",
+            model_id,
+            version,
+            time.time(),
+        )
+        return checkpoint_from_row(row) if row else None
+
+    # --- the newest weights of runs ---
+
+    def put_run_weights(self, weights: RunWeights) -> None:
+        """Replaces the run's earlier ones."""
+        self._connection.execute(
+            "INSERT OR REPLACE INTO run_weights VALUES (?, ?, ?, ?, ?)",
+            (
+                weights.model_id,
+                weights.version,
+                weights.directory,
+                weights.step,
+                weights.created_at,
+            ),
+        )
+
+    def find_run_weights(self, model_id: str) -> RunWeights | None:
+        row = self._fetch_one("SELECT * FROM run_weights WHERE model_id = ?", model_id)
+        return run_weights_from_row(row) if row else None
+
+    def list_run_weights(self) -> list[RunWeights]:
+        """Of the run created last first."""
+        rows = self._connection.execute(
+            "SELECT run_weights.* FROM run_weights JOIN runs USING (model_id) "
+            "ORDER BY runs.created_at DESC, model_id"
+        )
+        return [run_weights_from_row(row) for row in rows]
+
+    def delete_run_weights(self, model_id: str) -> None:
+        """The files are removed later, when nothing uses them."""
+        self._connection.execute("DELETE FROM run_weights WHERE model_id = ?", (model_id,))
+
     # --- sampling sessions ---
 
     def put_sampling_session(self, session: SamplingSession) -> None:
@@ -331,9 +323,9 @@ class Metadata:
         return [row["sampling_session_id"] for row in rows]
 
     def list_directories_in_use(self) -> set[str]:
-        """Directories of checkpoints, and of adapters that live sessions sample."""
+        """Directories of checkpoints, of runs' newest weights, and of adapters of live sessions."""
         rows = self._connection.execute(
-            "SELECT directory FROM checkpoints UNION "
+            "SELECT directory FROM checkpoints UNION SELECT directory FROM run_weights UNION "
             "SELECT adapter_directory FROM sampling_sessions JOIN sessions USING (session_id) "
             "WHERE adapter_directory IS NOT NULL AND finished_at IS NULL"
         )
@@ -344,54 +336,3 @@ class Metadata:
 
     def _count(self, statement: str) -> int:
         return self._connection.execute(statement).fetchone()[0]
-
-
-def dump_metadata(metadata: Mapping[str, Any]) -> str:
-    """Values become strings: the SDK may send any JSON but accepts only strings back."""
-    return json.dumps(
-        {
-            key: value if isinstance(value, str) else json.dumps(value)
-            for key, value in metadata.items()
-        }
-    )
-
-
-def run_from_row(row: sqlite3.Row) -> RunRecord:
-    return RunRecord(
-        model_id=row["model_id"],
-        session_id=row["session_id"],
-        base_model=row["base_model"],
-        created_at=row["created_at"],
-        last_request_at=row["last_request_at"],
-        lora_rank=row["lora_rank"],
-        train_attn=bool(row["train_attn"]),
-        train_mlp=bool(row["train_mlp"]),
-        train_unembed=bool(row["train_unembed"]),
-        user_metadata=json.loads(row["user_metadata"]),
-    )
-
-
-def checkpoint_from_row(row: sqlite3.Row) -> Checkpoint:
-    return Checkpoint(
-        path=TinkerPath(row["model_id"], CheckpointKind(row["kind"]), row["name"]),
-        version=row["version"],
-        directory=row["directory"],
-        size_bytes=row["size_bytes"],
-        created_at=row["created_at"],
-        public=bool(row["public"]),
-        expires_at=row["expires_at"],
-        user_metadata=json.loads(row["user_metadata"]),
-    )
-
-
-def sampling_session_from_row(row: sqlite3.Row) -> SamplingSession:
-    adapter = None
-    if row["adapter_name"] is not None:
-        adapter = AdapterRef(row["adapter_name"], Path(row["adapter_directory"]))
-    return SamplingSession(
-        sampling_session_id=row["sampling_session_id"],
-        session_id=row["session_id"],
-        base_model=row["base_model"],
-        model_path=row["model_path"],
-        adapter=adapter,
-    )

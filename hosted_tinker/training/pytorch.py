@@ -39,6 +39,7 @@ from hosted_tinker.training.backend import ReportProgress
 from hosted_tinker.training.batch import MicroBatch, collate, plan_micro_batches, split_by_shape
 from hosted_tinker.training.lora_checks import check_lora, check_same_shape
 from hosted_tinker.training.losses import LOSSES
+from hosted_tinker.training.mismatch import SamplingMismatch
 from hosted_tinker.training.optim import AdamOptimizer, check_optimizer_state
 from hosted_tinker.types import (
     AdamParams,
@@ -181,6 +182,7 @@ class PytorchBackend:
         gradients: list[Tensor] = []
         logprobs: dict[int, Float32Array] = {}
         loss_sum = 0.0
+        mismatch = SamplingMismatch()
         lengths = [len(datum.tokens) for datum in operation.data]
         for indices in plan_micro_batches(lengths, self._config.micro_batch_tokens):
             batch = collate([operation.data[index] for index in indices])
@@ -189,6 +191,7 @@ class PytorchBackend:
                 inputs = {name: x.to(logprobs_Q.device) for name, x in batch.inputs.items()}
                 loss = LOSSES[operation.loss_fn](logprobs_Q, inputs, config)
             loss_sum += check_loss(float(loss.detach()))
+            mismatch.add(logprobs_Q, inputs)
             if not operation.forward_only:
                 new = torch.autograd.grad(loss, parameters, materialize_grads=True)
                 add_gradients(gradients, new)
@@ -197,7 +200,8 @@ class PytorchBackend:
         if not operation.forward_only:
             accumulate(parameters, gradients)
         return ForwardBackwardOutput(
-            [logprobs[index] for index in range(len(lengths))], {"loss:sum": loss_sum}
+            [logprobs[index] for index in range(len(lengths))],
+            {"loss:sum": loss_sum, **mismatch.metrics},
         )
 
     def _score(self, batch: MicroBatch) -> Tensor:

@@ -20,12 +20,13 @@ from hosted_tinker.errors import (
     WorkerDiedError,
     WorkerFailedError,
 )
-from hosted_tinker.types import BaseModelInfo
+from hosted_tinker.types import BaseModelInfo, NewToken
 from hosted_tinker.workers.messages import (
     Call,
     Failure,
     FromWorker,
     LoadFailed,
+    Partial,
     Progress,
     Ready,
     Reply,
@@ -38,6 +39,7 @@ from hosted_tinker.workers.process import WorkerProcess
 logger = logging.getLogger(__name__)
 
 STOP_TIMEOUT_S = 5.0
+OnTokens = Callable[[Sequence[NewToken]], None]
 
 
 class GroupState(StrEnum):
@@ -62,6 +64,7 @@ class WorkerGroup:
         self._generation = 0
         self._next_call_id = 0
         self._in_flight: dict[int, asyncio.Future[Any]] = {}
+        self._on_tokens: dict[int, OnTokens] = {}
         self._settled = asyncio.Event()
         self._failure: HostedTinkerError | None = None
         self._stopping = False
@@ -95,8 +98,11 @@ class WorkerGroup:
         assert self.base_model is not None
         return self.base_model
 
-    async def call(self, operation: WorkerOperation) -> Any:
+    async def call(self, operation: WorkerOperation, on_tokens: OnTokens | None = None) -> Any:
         """What rank 0 returned for the operation, once the group is ready.
+
+        Args:
+            on_tokens: called with the tokens of a streamed sample as they come.
 
         Raises:
             UserError: the request is wrong.
@@ -108,12 +114,24 @@ class WorkerGroup:
         self._next_call_id += 1
         reply = asyncio.get_running_loop().create_future()
         self._in_flight[call_id] = reply
-        for rank in self._ranks:
-            rank.send(Call(call_id, operation))
+        if on_tokens is not None:
+            self._on_tokens[call_id] = on_tokens
+        self._send(Call(call_id, operation))
         try:
             return await reply
         finally:
             self._in_flight.pop(call_id, None)
+            self._on_tokens.pop(call_id, None)
+
+    def post(self, operation: WorkerOperation) -> None:
+        """Sends an operation whose reply nobody waits for, if the group is ready."""
+        if self.state is GroupState.READY:
+            self._next_call_id += 1
+            self._send(Call(self._next_call_id - 1, operation))
+
+    def _send(self, call: Call) -> None:
+        for rank in self._ranks:
+            rank.send(call)
 
     async def stop(self) -> None:
         """Ends the processes."""
@@ -132,6 +150,9 @@ class WorkerGroup:
                 self._handle_ready(base_model)
             case LoadFailed(failure):
                 self._handle_load_failure(failure)
+            case Partial(call_id, tokens):
+                if on_tokens := self._on_tokens.get(call_id):
+                    on_tokens(tokens)
             case Reply(call_id, output):
                 if rank == 0:
                     self._handle_reply(call_id, output)

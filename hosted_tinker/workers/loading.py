@@ -5,7 +5,7 @@ Only what is chosen is imported: torch and transformers take seconds, and the fa
 
 from __future__ import annotations
 
-from hosted_tinker.sampling.engine import FinishSample, SamplingEngine
+from hosted_tinker.sampling.engine import FinishSample, ReportToken, SamplingEngine
 from hosted_tinker.training.backend import ReportProgress, TrainBackend
 from hosted_tinker.workers.messages import WorkerSpec
 
@@ -26,7 +26,10 @@ def load_backend(spec: WorkerSpec, report_progress: ReportProgress) -> TrainBack
 
 
 def load_engine(
-    spec: WorkerSpec, report_progress: ReportProgress, finish: FinishSample
+    spec: WorkerSpec,
+    report_progress: ReportProgress,
+    finish: FinishSample,
+    report: ReportToken,
 ) -> SamplingEngine:
     """Loads the embedded engine of `spec.backend`; heavy imports happen here."""
     match spec.backend:
@@ -34,11 +37,11 @@ def load_engine(
             from hosted_tinker.sampling.transformers_engine import TransformersEngine
 
             return TransformersEngine.load(
-                spec.base_model, spec.backend_config, report_progress, finish
+                spec.base_model, spec.backend_config, report_progress, finish, report
             )
         case "fake":
             from hosted_tinker.sampling.fake import FakeEngine
 
-            return FakeEngine(spec.backend_config, finish)
+            return FakeEngine(spec.backend_config, finish, report)
         case _:
             raise AssertionError(f"settings let backend {spec.backend!r} through")

@@ -27,10 +27,13 @@ from hosted_tinker.types import (
     CaptureState,
     ClearGradients,
     CreateModel,
+    DescribeTokenizer,
     ForwardBackward,
     LoadState,
+    NewToken,
     OptimStep,
     PersistState,
+    RenderChat,
     Sample,
     SampleOutput,
     TrainingOperation,
@@ -42,6 +45,7 @@ from hosted_tinker.workers.messages import (
     Failure,
     FromWorker,
     LoadFailed,
+    Partial,
     Progress,
     Ready,
     Reply,
@@ -140,17 +144,25 @@ def run_operation(backend: TrainBackend, operation: TrainingOperation) -> Any:
 def serve_sampler(spec: WorkerSpec, pipe: Pipe) -> None:
     """Steps the engine while it has work, and takes new requests between steps."""
     call_ids: dict[str, int] = {}
+    new_tokens: dict[str, list[NewToken]] = {}
 
     def finish(request_id: str, result: SampleOutput | Failure) -> None:
+        new_tokens.pop(request_id, None)
         pipe.send(Reply(call_ids.pop(request_id), result))
 
-    engine = load_engine(spec, lambda phase: pipe.send(Progress(phase)), finish)
+    def report(request_id: str, token: NewToken) -> None:
+        new_tokens.setdefault(request_id, []).append(token)
+
+    engine = load_engine(spec, lambda phase: pipe.send(Progress(phase)), finish, report)
     pipe.send(Ready(engine.describe_base_model()))
     while True:
         for call in take_calls(pipe.inbox, block=not engine.has_work):
             accept_call(engine, call, call_ids, pipe.send)
         if engine.has_work:
             engine.step()
+        for request_id, tokens in new_tokens.items():
+            pipe.send(Partial(call_ids[request_id], tokens))
+        new_tokens.clear()
 
 
 def take_calls(inbox: queue.SimpleQueue[Call], *, block: bool) -> list[Call]:
@@ -174,8 +186,19 @@ def accept_call(
         case CancelSample(request_id):
             engine.cancel(request_id)
             send(Reply(call.call_id, None))
+        case DescribeTokenizer() | RenderChat():
+            send(Reply(call.call_id, answer_about_text(engine, call.operation)))
         case _:
             raise AssertionError(f"a sampler got {call.operation}")
+
+
+def answer_about_text(engine: SamplingEngine, operation: DescribeTokenizer | RenderChat) -> Any:
+    try:
+        if isinstance(operation, RenderChat):
+            return engine.render_chat(operation)
+        return engine.describe_tokenizer()
+    except Exception as error:  # noqa: BLE001 - becomes the call's Failure
+        return describe_failure(error)
 
 
 def describe_failure(error: Exception) -> Failure:

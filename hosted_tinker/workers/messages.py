@@ -1,18 +1,28 @@
 """Everything that crosses the pipe between the API process and a worker process.
 
 Parent to worker: `Call`, `Stop`. Worker to parent: `Progress` until `Ready`, then one `Reply` for
-each call, in the order in which the calls end.
+each call, in the order in which the calls end, and `Partial` before the reply of a streamed sample.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
 from hosted_tinker.errors import Category
-from hosted_tinker.types import BaseModelInfo, CancelSample, Sample, TrainingOperation
+from hosted_tinker.types import (
+    BaseModelInfo,
+    CancelSample,
+    DescribeTokenizer,
+    NewToken,
+    RenderChat,
+    Sample,
+    TrainingOperation,
+)
 
-WorkerOperation = TrainingOperation | Sample | CancelSample
+SamplerOperation = Sample | CancelSample | DescribeTokenizer | RenderChat
+WorkerOperation = TrainingOperation | SamplerOperation
 Role = Literal["trainer", "sampler"]
 
 
@@ -61,6 +71,14 @@ class Reply:
 
 
 @dataclass(frozen=True, slots=True)
+class Partial:
+    """Tokens that one step of the engine drew for a streamed sample. The reply has them all."""
+
+    call_id: int
+    tokens: Sequence[NewToken]
+
+
+@dataclass(frozen=True, slots=True)
 class LoadFailed:
     """The worker can't start; it exits after this. The message is shown to the operator."""
 
@@ -87,4 +105,4 @@ class WorkerSpec:
 
 
 ToWorker = Call | Stop
-FromWorker = Progress | Ready | LoadFailed | Reply
+FromWorker = Progress | Ready | LoadFailed | Partial | Reply

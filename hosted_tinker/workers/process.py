@@ -17,6 +17,8 @@ WORKER_ENVIRONMENT = {
     "TOKENIZERS_PARALLELISM": "false",
     # Trainer and sampler share the cores: threads of the one that waits must not spin on them.
     "OMP_WAIT_POLICY": "PASSIVE",
+    # GPU indices mean what nvidia-smi calls them.
+    "CUDA_DEVICE_ORDER": "PCI_BUS_ID",
 }
 """Defaults; what the operator has set stays."""
 

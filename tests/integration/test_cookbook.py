@@ -66,8 +66,8 @@ def workplace(tmp_path_factory: pytest.TempPathFactory) -> Path:
         for question, answer in CHATS
     ]
     write_jsonl(directory / "HuggingFaceH4" / "no_robots" / "train.jsonl", chats)
-    # The model copies such a question about one time in three, which makes rewards differ.
-    problem = {"question": r"\boxed{3} " * 6, "answer": "It is three.\n#### 3"}
+    # The model copies such a question about one time in ten (5 of 48 samples), so rewards differ.
+    problem = {"question": r"\boxed{3} " * 20, "answer": "It is three.\n#### 3"}
     write_jsonl(directory / "openai" / "gsm8k" / "train.jsonl", [problem] * 4)
     (directory / "openai" / "gsm8k" / "README.md").write_text(GSM8K_CARD)
 
@@ -138,9 +138,15 @@ def test_resumed_sl_loop_repeats_its_losses(
     }
 
 
-def test_rl_loop_runs_to_its_end(server: RunningServer, workplace: Path, tmp_path: Path) -> None:
-    settings = {"batch_size": 2, "group_size": 8, "max_tokens": 16, "save_every": 1}
+def test_rl_loop_trains_on_its_rewards(
+    server: RunningServer, workplace: Path, tmp_path: Path
+) -> None:
+    settings = {"batch_size": 2, "group_size": 16, "max_tokens": 16, "save_every": 1}
+    passes_before = server.log.count("ForwardBackward")
     rows = run_recipe("rl_loop", server, workplace, tmp_path, **settings)
     assert len(rows) == 2
+    # All 64 samples miss the reward about one time in a thousand.
+    assert any(row["reward/total"] > 0 for row in rows)
+    assert server.log.count("ForwardBackward") > passes_before
     names = {row["name"] for row in read_jsonl(tmp_path / "checkpoints.jsonl")}
     assert "final" in names

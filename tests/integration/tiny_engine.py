@@ -17,7 +17,14 @@ from transformers import (
 from hosted_tinker.config import PytorchConfig
 from hosted_tinker.modeling.adapter_files import save_adapter
 from hosted_tinker.sampling.transformers_engine import TransformersEngine
-from hosted_tinker.types import AdapterRef, LoraConfig, Sample, SampleOutput, SamplingParams
+from hosted_tinker.types import (
+    AdapterRef,
+    LoraConfig,
+    NewToken,
+    Sample,
+    SampleOutput,
+    SamplingParams,
+)
 from hosted_tinker.workers.messages import Failure
 
 EOS = 0
@@ -84,13 +91,17 @@ class Harness:
     def __init__(self, model_dir: Path, **config: Any) -> None:
         self.model_dir = model_dir
         self.results: dict[str, SampleOutput | Failure] = {}
+        self.reported: dict[str, list[NewToken]] = {}
         self.engine = TransformersEngine.load(
-            str(model_dir), PytorchConfig(**config), lambda _: None, self._finish
+            str(model_dir), PytorchConfig(**config), lambda _: None, self._finish, self._report
         )
 
     def _finish(self, request_id: str, result: SampleOutput | Failure) -> None:
         assert request_id not in self.results
         self.results[request_id] = result
+
+    def _report(self, request_id: str, token: NewToken) -> None:
+        self.reported.setdefault(request_id, []).append(token)
 
     def adapter(self, name: str | None) -> AdapterRef | None:
         return None if name is None else AdapterRef(name, self.model_dir / name)

@@ -29,6 +29,14 @@ FORBIDDEN = {
         "hosted_tinker.training",
         "fastapi",
     ],
+    "replicas": [
+        "hosted_tinker.api",
+        "hosted_tinker.wire",
+        "hosted_tinker.store",
+        "torch",
+        "fastapi",
+    ],
+    "openai_api": ["hosted_tinker.api", "hosted_tinker.wire", "hosted_tinker.store", "torch"],
     "api": ["torch", "transformers", "hosted_tinker.modeling", "hosted_tinker.training", "tinker"],
 }
 

@@ -22,7 +22,7 @@ def run(
     params: SamplingParams, adapter: AdapterRef | None = None, **fields: Any
 ) -> SampleOutput | Failure:
     results: dict[str, SampleOutput | Failure] = {}
-    engine = FakeEngine(CONFIG, results.__setitem__)
+    engine = FakeEngine(CONFIG, results.__setitem__, lambda _id, _token: None)
     prompt = fields.pop("prompt", PROMPT)
     engine.add(Sample("r", adapter, prompt, params, **fields))
     while engine.has_work:
@@ -106,7 +106,7 @@ def test_a_missing_adapter_is_the_users_error(tmp_path: Path) -> None:
 
 def test_cancel_ends_with_a_failure() -> None:
     results: dict[str, SampleOutput | Failure] = {}
-    engine = FakeEngine(CONFIG, results.__setitem__)
+    engine = FakeEngine(CONFIG, results.__setitem__, lambda _id, _token: None)
     engine.add(Sample("r", None, PROMPT, SamplingParams(max_tokens=50)))
     engine.step()
     engine.cancel("r")

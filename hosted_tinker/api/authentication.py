@@ -1,0 +1,45 @@
+"""Refuses requests without the server's key."""
+
+from __future__ import annotations
+
+import hmac
+
+from starlette.datastructures import Headers
+from starlette.requests import Request
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+from hosted_tinker.api.error_answers import answer_error
+from hosted_tinker.errors import ForbiddenError
+
+OPEN_PATHS = {"/api/v1/healthz"}
+
+
+class KeyRequired:
+    """ASGI middleware: SDKs send the key as X-API-Key, OpenAI clients as a bearer token."""
+
+    def __init__(self, app: ASGIApp, api_key: str | None) -> None:
+        self._app = app
+        self._api_key = api_key
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if (
+            scope["type"] != "http"
+            or self._api_key is None
+            or scope["path"] in OPEN_PATHS
+            or hmac.compare_digest(read_key(Headers(scope=scope)).encode(), self._api_key.encode())
+        ):
+            await self._app(scope, receive, send)
+            return
+        error = ForbiddenError(
+            "the API key is missing or not accepted; send it as X-API-Key or as "
+            "Authorization: Bearer"
+        )
+        answer = await answer_error(Request(scope), error)
+        await answer(scope, receive, send)
+
+
+def read_key(headers: Headers) -> str:
+    """The key of a request, or nothing."""
+    scheme, _, token = headers.get("authorization", "").partition(" ")
+    bearer = token.strip() if scheme.lower() == "bearer" else ""
+    return headers.get("x-api-key", bearer)

@@ -1,0 +1,216 @@
+"""What the embedded engine takes of OpenAI's requests, and what it refuses by name."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Annotated, Any, Literal, TypeVar
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from hosted_tinker.errors import UnservableError, UserError
+from hosted_tinker.types import SamplingParams
+
+MAX_CHOICES = 1024
+MAX_LOGPROBS = 1000
+
+NEUTRAL: Mapping[str, tuple[Any, ...]] = {
+    "audio": (),
+    "bad_words": ([],),
+    "best_of": (1,),
+    "frequency_penalty": (0,),
+    "functions": ([],),
+    "function_call": ("none", "auto"),
+    "length_penalty": (1,),
+    "logit_bias": ({},),
+    "min_p": (0,),
+    "min_tokens": (0,),
+    "modalities": (["text"],),
+    "presence_penalty": (0,),
+    "prompt_logprobs": (),
+    "reasoning_effort": ("none",),
+    "repetition_penalty": (1,),
+    "response_format": ({"type": "text"},),
+    "structured_outputs": (),
+    "suffix": ("",),
+    "tool_choice": ("none", "auto"),
+    "tools": ([],),
+    "truncate_prompt_tokens": (),
+    "use_beam_search": (False,),
+}
+"""Parameters that would change the answer -> values that do not."""
+IGNORED = {
+    "metadata",
+    "parallel_tool_calls",
+    "prediction",
+    "priority",
+    "prompt_cache_key",
+    "request_id",
+    "safety_identifier",
+    "service_tier",
+    "spaces_between_special_tokens",
+    "store",
+    "user",
+    "verbosity",
+}
+"""Parameters that do not change what is generated."""
+
+
+class StreamOptions(BaseModel):
+    model_config = ConfigDict(extra="ignore")
+
+    include_usage: bool = False
+
+
+class GenerationRequest(BaseModel):
+    """What completions and chat completions have in common. Defaults are OpenAI's."""
+
+    model_config = ConfigDict(extra="allow")
+
+    n: Annotated[int | None, Field(ge=1, le=MAX_CHOICES)] = 1
+    seed: int | None = None
+    stop: str | list[str] | None = None
+    stop_token_ids: list[int] | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: int | None = None
+    ignore_eos: bool = False
+    stream: bool | None = False
+    stream_options: StreamOptions | None = None
+    return_token_ids: bool | None = False
+    return_tokens_as_token_ids: bool | None = False
+    include_stop_str_in_output: bool = False
+    skip_special_tokens: bool = True
+
+    @property
+    def stop_strings(self) -> list[str]:
+        return [self.stop] if isinstance(self.stop, str) else self.stop or []
+
+    @property
+    def include_usage(self) -> bool:
+        return self.stream_options is not None and self.stream_options.include_usage
+
+    def to_params(self, max_tokens: int | None) -> SamplingParams:
+        """Raises UserError for what the engine can't combine."""
+        stops = (*self.stop_strings, *(self.stop_token_ids or ()))
+        if self.ignore_eos and stops:
+            raise UnservableError(
+                "ignore_eos together with stop or stop_token_ids needs a vLLM sampler"
+            )
+        return SamplingParams(
+            max_tokens=max_tokens,
+            temperature=1.0 if self.temperature is None else self.temperature,
+            top_k=-1 if self.top_k in (None, 0) else self.top_k,
+            top_p=1.0 if self.top_p is None else self.top_p,
+            stop=() if self.ignore_eos else stops or None,
+            seed=None if self.seed is None else self.seed % 2**64,
+        )
+
+
+class CompletionRequest(GenerationRequest):
+    """`POST /v1/completions`."""
+
+    prompt: str | list[str] | list[int] | list[list[int]]
+    max_tokens: Annotated[int | None, Field(ge=0)] = 16
+    logprobs: Annotated[int | None, Field(ge=0, le=MAX_LOGPROBS)] = None
+    echo: bool | None = False
+    add_special_tokens: bool = True
+
+    @property
+    def prompts(self) -> list[str] | list[list[int]]:
+        """Raises UserError if there is none."""
+        if isinstance(self.prompt, str):
+            return [self.prompt]
+        if not self.prompt:
+            raise UserError("prompt is empty; accepted: text, token ids, or a list of either")
+        if isinstance(self.prompt[0], int):
+            return [self.prompt]  # pyright: ignore[reportReturnType]
+        return self.prompt  # pyright: ignore[reportReturnType]
+
+
+class ContentPart(BaseModel):
+    type: Literal["text", "input_text"]
+    text: str
+
+
+class Message(BaseModel):
+    """Other fields go to the chat template as they are."""
+
+    model_config = ConfigDict(extra="allow")
+
+    role: str
+    content: str | list[ContentPart] | None = None
+
+    def to_template(self) -> dict[str, Any]:
+        """Parts of text are joined: templates of text models take strings."""
+        content = self.content
+        if isinstance(content, list):
+            content = "".join(part.text for part in content)
+        return {**self.model_dump(exclude_unset=True), "content": content or ""}
+
+
+class ChatRequest(GenerationRequest):
+    """`POST /v1/chat/completions`."""
+
+    messages: Annotated[list[Message], Field(min_length=1)]
+    max_tokens: Annotated[int | None, Field(ge=1)] = None
+    max_completion_tokens: Annotated[int | None, Field(ge=1)] = None
+    logprobs: bool | None = False
+    top_logprobs: Annotated[int | None, Field(ge=0, le=MAX_LOGPROBS)] = None
+    add_generation_prompt: bool = True
+    continue_final_message: bool = False
+    chat_template_kwargs: dict[str, Any] | None = None
+
+    @property
+    def template_kwargs(self) -> dict[str, Any]:
+        return {
+            "add_generation_prompt": self.add_generation_prompt,
+            "continue_final_message": self.continue_final_message,
+            **(self.chat_template_kwargs or {}),
+        }
+
+
+def parse_completion(body: Mapping[str, Any]) -> CompletionRequest:
+    """Raises UserError, or UnservableError for what only vLLM has."""
+    request = _parse(CompletionRequest, body)
+    if request.echo and request.stream:
+        raise UnservableError("echo together with stream needs a vLLM sampler")
+    if request.max_tokens == 0 and not request.echo:
+        raise UserError("max_tokens = 0; accepted: at least 1, or 0 together with echo")
+    return request
+
+
+def parse_chat(body: Mapping[str, Any]) -> ChatRequest:
+    """Raises UserError, or UnservableError for what only vLLM has."""
+    request = _parse(ChatRequest, body)
+    if request.top_logprobs is not None and not request.logprobs:
+        raise UserError(f"top_logprobs = {request.top_logprobs} needs logprobs = true")
+    return request
+
+
+Request = TypeVar("Request", bound=GenerationRequest)
+
+
+def _parse(model: type[Request], body: Mapping[str, Any]) -> Request:
+    fields = {name: value for name, value in body.items() if name != "model"}
+    try:
+        request = model.model_validate(fields)
+    except ValidationError as error:
+        raise UserError("; ".join(describe(item) for item in error.errors()[:5])) from error
+    for name, value in (request.model_extra or {}).items():
+        if value is None or name in IGNORED or value in NEUTRAL.get(name, ()):
+            continue
+        if name in NEUTRAL:
+            raise UnservableError(f"{name} = {value!r} needs a vLLM sampler; this one is embedded")
+        raise UserError(
+            f"{name} is not a known parameter; accepted: {', '.join(list_known(model))}"
+        )
+    return request
+
+
+def list_known(model: type[GenerationRequest]) -> list[str]:
+    return sorted({*model.model_fields, *IGNORED, "model"})
+
+
+def describe(item: Any) -> str:
+    place = ".".join(str(part) for part in item["loc"])
+    return f"{place} = {item['input']!r}: {item['msg']}"[:300]
