@@ -2,9 +2,11 @@
 # make serve        run the server; flags in ARGS, e.g. make serve ARGS="--port 9000"
 # make install      everything, for work on this repository
 # make check        format, lint, types, shell scripts
-# make test         all tests; a part of them with ARGS, e.g. make test ARGS="-m 'not slow'"
+# make test         all tests but those of vLLM; a part of them with ARGS, e.g. ARGS="-m 'not slow'"
+# make test-vllm    the tests that sample with a real vLLM, on the CPU; Python 3.11 only
+# make vllm         .venv-vllm, an environment with a vLLM for the CPU
 
-.PHONY: quickstart serve install check test proto
+.PHONY: quickstart serve install check test test-vllm vllm proto
 .DELETE_ON_ERROR:
 
 # The first Python that this package supports.
@@ -33,7 +35,21 @@ check: .venv/.installed-dev
 	$(BIN)/shellcheck scripts/*.sh .ci/run
 
 test: .venv/.installed-dev
-	$(BIN)/python -m pytest $(ARGS)
+	$(BIN)/python -m pytest --ignore=tests/vllm $(ARGS)
+
+test-vllm: .venv/.installed-dev .venv-vllm/.installed
+	$(BIN)/python -m pytest tests/vllm $(ARGS)
+
+vllm: .venv-vllm/.installed
+
+# vLLM pins other versions of the same packages than the server: an environment of its own. The torch
+# that the CPU build pins has wheels for Python 3.11 only. The packages that are taken out again come
+# in builds for CUDA, which can't be imported here.
+.venv-vllm/.installed: requirements-vllm-cpu.txt
+	test -x .venv-vllm/bin/python || python3.11 -m venv .venv-vllm
+	.venv-vllm/bin/python -m pip install --disable-pip-version-check -r requirements-vllm-cpu.txt
+	.venv-vllm/bin/python -m pip uninstall -y torchvision torchaudio torchcodec triton
+	@touch $@
 
 # The stamps say with which dependencies the environment was last filled.
 .venv/.installed: pyproject.toml constraints.txt

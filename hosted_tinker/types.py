@@ -279,12 +279,19 @@ class Sample:
 
 @dataclass(frozen=True, slots=True)
 class NewToken:
-    """A token of a running sample: which sequence's, its log-probability, and the most likely ones."""
+    """A token of a running sample.
+
+    Attributes:
+        index: of its sequence in the request.
+        topk: the most likely tokens in its place and their log-probabilities, best first.
+        stop_reason: set if the sequence ends with it.
+    """
 
     index: int
     token: int
     logprob: float
     topk: tuple[tuple[int, float], ...] = ()
+    stop_reason: Literal["stop", "length"] | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -47,11 +47,6 @@ class PrefixAffinity:
             self._replica_by_block.popitem(last=False)
         return chosen
 
-    def forget(self, replica: int) -> None:
-        """Its cache is empty: it was started anew."""
-        for block in [b for b, one in self._replica_by_block.items() if one == replica]:
-            del self._replica_by_block[block]
-
     def _find_longest(self, blocks: Sequence[bytes], loads: dict[int, int]) -> int | None:
         for block in reversed(blocks):
             replica = self._replica_by_block.get(block)

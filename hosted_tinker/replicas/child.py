@@ -8,6 +8,7 @@ import os
 import re
 import secrets
 import shlex
+import signal
 import socket
 import subprocess
 import sys
@@ -139,11 +140,6 @@ class VllmChild:
         finally:
             os.close(reading)
 
-    async def wait(self) -> int:
-        """Waits until it ends; its exit code."""
-        assert self._process is not None
-        return await self._process.wait()
-
     @property
     def has_ended(self) -> bool:
         return self._process is None or self._process.returncode is not None
@@ -155,12 +151,13 @@ class VllmChild:
             self._pipe = None
         if self._process is None:
             return
-        try:
+        with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(STOP_TIMEOUT_S):
                 await self._process.wait()
-        except TimeoutError:
-            with contextlib.suppress(ProcessLookupError):
-                self._process.kill()
+        # Whatever is left, if the guard itself was killed.
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self._process.pid, signal.SIGKILL)
+        await self._process.wait()
 
     def read_phase(self) -> str:
         """What the server says last that it is doing."""

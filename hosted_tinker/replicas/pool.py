@@ -86,8 +86,6 @@ class ReplicaPool:
 
     async def sample(self, sample: Sample) -> SampleOutput:
         """Raises UnservableError, UserError for what vLLM refuses, SamplerDownError."""
-        if reason := describe_unservable(sample, await self.wait_ready()):
-            raise UnservableError(reason)
         task = asyncio.create_task(self._sample(sample))
         self._running[sample.request_id] = task
         try:
@@ -160,6 +158,8 @@ class ReplicaPool:
         return [replica for replica in self._replicas if replica.state is GroupState.READY]
 
     async def _sample(self, sample: Sample) -> SampleOutput:
+        if reason := describe_unservable(sample, await self.wait_ready()):
+            raise UnservableError(reason)
         scoring, generating = split_scoring(sample)
         scored = await self._run(scoring, scores_prompt=True) if scoring else None
         output = await self._run(generating, scores_prompt=False) if generating else scored

@@ -85,6 +85,7 @@ class Replica:
 
     def start(self) -> None:
         self._task = asyncio.create_task(self._watch())
+        self._task.add_done_callback(self._note_end)
 
     async def stop(self) -> None:
         if self._task is not None:
@@ -134,9 +135,10 @@ class Replica:
         try:
             answer = await self._noting_failure(self.client.complete(body))
         except AdapterLostError as error:
-            if sample.adapter is None:
+            named = sample.adapter or self._base_adapter
+            if named is None:
                 raise
-            self.adapters.mark_lost(sample.adapter)
+            self.adapters.mark_lost(named)
             raise ReplicaGoneError(f"vLLM at {self.url} has lost an adapter: {error}") from error
         self.note_success()
         return to_sample_output(sample, answer)
@@ -156,12 +158,13 @@ class Replica:
 
     async def has_lost(self, adapter: AdapterRef | None) -> bool:
         """After a 404: whether it no longer has an adapter that was loaded into it."""
-        if adapter is None:
+        named = adapter or self._base_adapter
+        if named is None:
             return False
         models = await self._noting_failure(self.client.fetch_models())
-        if adapter.name in models.adapters:
+        if named.name in models.adapters:
             return False
-        self.adapters.mark_lost(adapter)
+        self.adapters.mark_lost(named)
         return True
 
     async def is_alive(self) -> bool:
@@ -194,7 +197,7 @@ class Replica:
                 await self._wait_until_down()
             except HostedTinkerError as error:
                 # A server that never was ready is set up wrongly; one that was may be again.
-                if self.facts is None:
+                if self.facts is None and not isinstance(error, ReplicaGoneError):
                     self._fail(error)
                     return
                 logger.warning("sampler replica is gone url=%s reason=%s", self.url, error)
@@ -208,6 +211,12 @@ class Replica:
                     self._fail(SamplerDownError(f"vLLM died {MAX_DEATHS} times: {reason}"))
                     return
                 await asyncio.sleep(min(MAX_BACKOFF_S, 2.0 ** (len(self._deaths) - 1)))
+
+    def _note_end(self, watch: asyncio.Task[None]) -> None:
+        """Nobody waits for the task: what it did not expect must not leave the replica loading."""
+        if not watch.cancelled() and (error := watch.exception()) is not None:
+            logger.error("sampler replica is not watched any more", exc_info=error)
+            self._fail(SamplerDownError(f"{type(error).__name__}: {error}; see the server's log"))
 
     def _note_death(self) -> None:
         now = time.monotonic()
@@ -264,7 +273,8 @@ class Replica:
                 )
             else:
                 self._set_state(GroupState.LOADING, self._child.read_phase())
-            if self.facts is None and waited_s > self._start_timeout_s:
+            starts = self.facts is None or self._child is not None
+            if starts and waited_s > self._start_timeout_s:
                 raise SettingsError(
                     f"vLLM at {self.url} was not healthy within {self._start_timeout_s:.0f} s "
                     "(vllm_start_timeout_s)"

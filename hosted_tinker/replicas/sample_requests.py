@@ -5,6 +5,7 @@ Shape letters: P prompt tokens, S sampled tokens, K tokens asked of a position.
 
 from __future__ import annotations
 
+import hashlib
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -23,8 +24,11 @@ from hosted_tinker.types import (
     TopkLogprobs,
 )
 
-SEED_LIMIT = 2**62
-"""vLLM takes int64 seeds, and adds each sample's index to them."""
+TEMPERATURES = (0.01, 2.0)
+"""vLLM takes the first in place of a lower one other than 0 (its SamplingParams), and refuses those
+above the second."""
+NO_LOGPROB = -9999.0
+"""What vLLM writes for minus infinity: the token was cut off by top_k or top_p."""
 TOKEN_ID_PREFIX = "token_id:"
 NO_UNEMBEDDING = (
     "log-probabilities of the prompt can't be computed by vLLM for an adapter on the unembedding; "
@@ -59,6 +63,9 @@ def describe_unservable(sample: Sample, facts: EngineFacts) -> str | None:
     if wants_prompt_logprobs(sample) and adapts_unembedding(sample.adapter):
         return NO_UNEMBEDDING
     temperature = sample.params.temperature
+    low, high = TEMPERATURES
+    if temperature and not low <= temperature <= high:
+        return f"temperature = {temperature}; vLLM takes 0, or {low} to {high}"
     if not facts.scales_logprobs and temperature not in (0.0, 1.0):
         return (
             f"temperature = {temperature}: this vLLM reports log-probabilities at temperature 1; "
@@ -99,7 +106,8 @@ def to_completion_body(sample: Sample, model: str, facts: EngineFacts) -> dict[s
     body: dict[str, Any] = {
         "model": model,
         "prompt": sample.prompt.tolist(),
-        "n": sample.num_samples,
+        # vLLM takes one greedy sample only; all of them would be equal.
+        "n": 1 if params.temperature == 0 else sample.num_samples,
         "max_tokens": max_tokens,
         "temperature": params.temperature,
         "top_k": params.top_k,
@@ -117,10 +125,19 @@ def to_completion_body(sample: Sample, model: str, facts: EngineFacts) -> dict[s
         "skip_special_tokens": False,
     }
     if params.seed is not None:
-        body["seed"] = params.seed % SEED_LIMIT
+        body["seed"] = mix_seed(params.seed)
     if wants_prompt_logprobs(sample):
         body["prompt_logprobs"] = sample.topk_prompt_logprobs
     return body
+
+
+def mix_seed(seed: int) -> int:
+    """A seed below 2**62: vLLM takes int64, and gives each sample of a request the next one.
+
+    Neighbouring seeds would share samples.
+    """
+    digest = hashlib.blake2b(seed.to_bytes(8, "little"), digest_size=8).digest()
+    return int.from_bytes(digest, "little") >> 2
 
 
 def wants_prompt_logprobs(sample: Sample) -> bool:
@@ -134,7 +151,8 @@ def wants_prompt_logprobs(sample: Sample) -> bool:
 def to_sample_output(sample: Sample, answer: Mapping[str, Any]) -> SampleOutput:
     """The answer to `to_completion_body`'s request."""
     choices = sorted(answer["choices"], key=lambda choice: choice["index"])
-    output = SampleOutput([to_sequence(choice, sample.topk_sample_logprobs) for choice in choices])
+    sequences = [to_sequence(choice, sample.topk_sample_logprobs) for choice in choices]
+    output = SampleOutput(sequences * (sample.num_samples // len(sequences)))
     if not wants_prompt_logprobs(sample):
         return output
     positions: Sequence[Mapping[str, Any] | None] = choices[0]["prompt_logprobs"]
@@ -194,7 +212,8 @@ def to_topk(positions: Sequence[Sequence[tuple[int, float]]], topk: int) -> Topk
     token_ids = np.zeros((len(positions), topk), dtype=np.int32)
     logprobs = np.full((len(positions), topk), EMPTY_TOPK_LOGPROB, dtype=np.float32)
     for row, entries in enumerate(positions):
-        best = sorted(entries, key=lambda entry: (-entry[1], entry[0]))[:topk]
+        likely = [entry for entry in entries if entry[1] > NO_LOGPROB]
+        best = sorted(likely, key=lambda entry: (-entry[1], entry[0]))[:topk]
         for column, (token, logprob) in enumerate(best):
             token_ids[row, column], logprobs[row, column] = token, logprob
     return TopkLogprobs(token_ids, logprobs)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping
 from contextlib import AbstractAsyncContextManager
 from pathlib import Path
@@ -13,7 +14,10 @@ import orjson
 from hosted_tinker.errors import SettingsError, UnservableError, UserError, WorkerFailedError
 from hosted_tinker.replicas.engine_client import AdapterLostError, EngineModels, ReplicaGoneError
 
-PROBE_TIMEOUT = aiohttp.ClientTimeout(total=10)
+logger = logging.getLogger(__name__)
+
+PROBE_TIMEOUT = aiohttp.ClientTimeout(total=60)
+"""A dead server refuses the connection, or says so; one that only takes its time is busy."""
 LOAD_TIMEOUT = aiohttp.ClientTimeout(total=300)
 JSON_HEADERS = {"content-type": "application/json", "accept-encoding": "identity"}
 """Answers are passed on as they come: not compressed."""
@@ -67,11 +71,18 @@ class VllmClient:
         raise UnservableError(f"vLLM at {self.url} can't load adapter {name!r}: {message}")
 
     async def unload_adapter(self, name: str) -> None:
-        await self._post("/v1/unload_lora_adapter", {"lora_name": name}, LOAD_TIMEOUT)
+        status, answer = await self._post(
+            "/v1/unload_lora_adapter", {"lora_name": name}, LOAD_TIMEOUT
+        )
+        if status not in {200, 404}:
+            message = read_message(answer)
+            logger.warning("vLLM at %s keeps adapter name=%s: %s", self.url, name, message)
 
     async def complete(self, body: Mapping[str, Any]) -> dict[str, Any]:
         status, answer = await self._post("/v1/completions", body, None)
         if status == 200:
+            if any(choice["finish_reason"] == "abort" for choice in answer["choices"]):
+                raise ReplicaGoneError(f"vLLM at {self.url} dropped the request")
             return answer
         message = read_message(answer)
         if status == 404:

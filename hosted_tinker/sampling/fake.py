@@ -20,6 +20,7 @@ import numpy as np
 from numpy.typing import NDArray
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
+from hosted_tinker.byte_characters import BYTE_OF_CHARACTER
 from hosted_tinker.config import FakeConfig
 from hosted_tinker.errors import HostedTinkerError, UserError
 from hosted_tinker.sampling.engine import FinishSample, ReportToken
@@ -106,12 +107,12 @@ class FakeEngine:
 
     def step(self) -> None:
         for request_id, request in list(self._requests.items()):
-            for completion in request.completions:
+            for index, completion in enumerate(request.completions):
                 if completion.stop_reason is None:
                     advance(completion, request, self._config.vocab_size)
                     self._end_at_strings(completion, request.sample)
                     if request.sample.stream:
-                        self._report(request_id, last_token(completion, request))
+                        self._report(request_id, last_token(index, completion, request))
             if all(completion.stop_reason for completion in request.completions):
                 del self._requests[request_id]
                 self._finish(request_id, make_output(request, self._config.vocab_size))
@@ -126,30 +127,21 @@ class FakeEngine:
 
 def make_tokenizer() -> Tokenizer:
     """A token for each byte, under the byte's number."""
-    tokenizer = Tokenizer(models.BPE(vocab=make_byte_vocabulary(), merges=[]))
+    tokenizer = Tokenizer(models.BPE(vocab=BYTE_OF_CHARACTER, merges=[]))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     tokenizer.decoder = decoders.ByteLevel()
     return tokenizer
 
 
-def make_byte_vocabulary() -> dict[str, int]:
-    """The character that stands for each byte in byte-level tokenizers: itself if it is printable,
-    otherwise the next one from 256 on (GPT-2's encoder.py, `bytes_to_unicode`)."""
-    printable = {*range(33, 127), *range(161, 173), *range(174, 256)}
-    others = [byte for byte in range(256) if byte not in printable]
-    characters = {byte: chr(byte) for byte in printable}
-    characters |= {byte: chr(256 + number) for number, byte in enumerate(others)}
-    return {character: byte for byte, character in characters.items()}
-
-
-def last_token(completion: _Completion, request: _Request) -> NewToken:
+def last_token(index: int, completion: _Completion, request: _Request) -> NewToken:
     topk: tuple[tuple[int, float], ...] = ()
     best = topk_of(completion.distributions[-1:], request.sample.topk_sample_logprobs)
     if best is not None:
         pairs = zip(best.token_ids[0].tolist(), best.logprobs[0].tolist(), strict=True)
         topk = tuple(pairs)
-    index = request.completions.index(completion)
-    return NewToken(index, completion.tokens[-1], completion.logprobs[-1], topk)
+    return NewToken(
+        index, completion.tokens[-1], completion.logprobs[-1], topk, completion.stop_reason
+    )
 
 
 def open_request(sample: Sample, config: FakeConfig) -> _Request:

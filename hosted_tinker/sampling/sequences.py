@@ -87,13 +87,13 @@ class RunningSequence:
     def topk(self) -> int:
         return self.request.sample.topk_sample_logprobs
 
-    @property
-    def last_token(self) -> NewToken:
+    def describe_last_token(self, reason: StopReason | None) -> NewToken:
+        """`reason` is why the sequence ends with it, if it does."""
         topk: tuple[tuple[int, float], ...] = ()
         if self.topk:
             pairs = zip(self.topk_token_ids[-1], self.topk_logprobs[-1], strict=True)
             topk = tuple((int(token), float(logprob)) for token, logprob in pairs)
-        return NewToken(self.index, self.tokens[-1], self.logprobs[-1], topk)
+        return NewToken(self.index, self.tokens[-1], self.logprobs[-1], topk, reason)
 
     def append(self, token: int, logprob: float) -> StopReason | None:
         """Takes the next token; says why the sequence ends, if it does."""

@@ -236,7 +236,9 @@ class TransformersEngine:
         for sequence, token, logprob in zip(sequences, chosen.tokens, chosen.logprobs, strict=True):
             reason = sequence.append(token, logprob)
             if sequence.request.sample.stream:
-                self._report(sequence.request.sample.request_id, sequence.last_token)
+                self._report(
+                    sequence.request.sample.request_id, sequence.describe_last_token(reason)
+                )
             if reason is None:
                 going_on.append(sequence)
             else:

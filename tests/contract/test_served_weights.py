@@ -100,7 +100,7 @@ def test_checkpoints_keep_answering_with_their_own_weights(
     assert ask(openai_client, training.model_id)[0] != before
     assert ask(openai_client, headers["adapter"])[0] == before
 
-    sampler = client.create_sampling_client(model_path=path)
+    sampler = client.create_sampling_client(model_path=path).result()
     params = tinker.SamplingParams(max_tokens=8, temperature=0)
     sequence = sampler.sample(tinker.ModelInput.from_ints([1, 2, 3]), 1, params).result()
     assert before == sequence.sequences[0].tokens

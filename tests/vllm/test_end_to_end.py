@@ -177,7 +177,7 @@ def test_two_runs_asked_in_turns_never_answer_for_each_other(
     expected = {one.model_id: one.answer for one in taught}
     expected |= {path: taught[1].answer, MODEL: ask(client, MODEL, extra_body={"seed": 1})}
     models = random.Random(0).choices(list(expected), k=200)
-    with ThreadPoolExecutor(8) as pool:
+    with ThreadPoolExecutor(16) as pool:
         answers = list(pool.map(lambda model: ask(client, model), models))
     wrong = [
         (model, answer)
