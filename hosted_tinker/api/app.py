@@ -44,6 +44,7 @@ def create_app(server: Server) -> FastAPI:
     app.add_exception_handler(RequestValidationError, answer_invalid)
     app.add_exception_handler(HTTPException, answer_http_error)
     app.add_exception_handler(Exception, answer_unexpected)
-    app.add_middleware(KeyRequired, api_key=server.settings.api_key)
     app.add_middleware(BodyLimit, max_bytes=server.settings.max_request_bytes)
+    # Added last, so asked first: nothing of a stranger's request is read.
+    app.add_middleware(KeyRequired, api_key=server.settings.api_key)
     return app

@@ -5,16 +5,18 @@ from __future__ import annotations
 import time
 import uuid
 from collections.abc import AsyncGenerator, Sequence
+from contextlib import aclosing
 from dataclasses import dataclass, field
 from typing import Any
 
-from hosted_tinker.openai_api.choices import Choice, TokenSpelling
+from hosted_tinker.openai_api.choices import Choice, Piece, list_tokens, stream_pieces
+from hosted_tinker.openai_api.logprobs import TokenSpelling
 from hosted_tinker.openai_api.requests import ChatRequest
-from hosted_tinker.openai_api.running import Engine, run_all, stream_all
+from hosted_tinker.openai_api.running import Engine, run_all
 from hosted_tinker.openai_api.text import TextModel
 from hosted_tinker.openai_api.usage import make_usage
 from hosted_tinker.served_weights import ServedWeights
-from hosted_tinker.types import NewToken, Sample, SampleOutput
+from hosted_tinker.types import NewToken, Sample
 
 ROLE = "assistant"
 
@@ -33,13 +35,12 @@ class Chat:
     async def answer(self, engine: Engine, sample: Sample) -> dict[str, Any]:
         """The whole answer."""
         (output,) = await run_all(engine, [sample])
-        choices: list[Choice] = []
-        for index, sequence in enumerate(output.sequences):
-            choices.append(Choice(index, self.text_model, self.request))
-            choices[-1].finish(sequence)
+        choices = self._make_choices()
+        for choice, sequence in zip(choices, output.sequences, strict=True):
+            choice.push(list_tokens(choice.index, sequence))
         answer = {
             **self._make_head("chat.completion"),
-            "choices": [self._make_choice(choice) for choice in choices],
+            "choices": [self._write_choice(choice) for choice in choices],
             "usage": self._count(choices),
         }
         if self.request.return_token_ids:
@@ -48,28 +49,25 @@ class Chat:
 
     async def stream(self, engine: Engine, sample: Sample) -> AsyncGenerator[dict[str, Any]]:
         """The answer in chunks: each choice's role first, its text, and why it ended."""
-        choices = [
-            Choice(index, self.text_model, self.request) for index in range(self.request.n or 1)
-        ]
+        choices = self._make_choices()
         begun = False
-        async for event in stream_all(engine, [sample]):
-            if not begun:
-                begun = True
-                for choice in choices:
-                    yield self._make_first_chunk(choice)
-            if isinstance(event.news, SampleOutput):
-                for choice, sequence in zip(choices, event.news.sequences, strict=True):
-                    tokens, text = choice.finish(sequence)
-                    yield self._make_chunk(choice, tokens, text)
-                continue
-            for index in dict.fromkeys(token.index for token in event.news):
-                tokens = [token for token in event.news if token.index == index]
-                text = choices[index].push(tokens)
-                if text or self.request.logprobs or self.request.return_token_ids:
-                    yield self._make_chunk(choices[index], tokens, text)
+        async with aclosing(stream_pieces(engine, [sample], choices)) as pieces:
+            async for piece in pieces:
+                if not begun:
+                    begun = True
+                    for choice in choices:
+                        yield self._write_first_chunk(choice)
+                if piece.text or piece.choice.finish_reason or self.request.wants_tokens:
+                    yield self._write_chunk(piece)
         if self.request.include_usage:
-            head = self._make_head("chat.completion.chunk")
-            yield {**head, "choices": [], "usage": self._count(choices)}
+            usage = self._count(choices)
+            yield {**self._make_head("chat.completion.chunk"), "choices": [], "usage": usage}
+
+    def _make_choices(self) -> list[Choice]:
+        return [
+            Choice(index, self.prompt, self.text_model, self.request)
+            for index in range(self.request.n or 1)
+        ]
 
     def _make_head(self, kind: str) -> dict[str, Any]:
         return {
@@ -79,7 +77,7 @@ class Chat:
             "model": self.served.model,
         }
 
-    def _make_choice(self, choice: Choice) -> dict[str, Any]:
+    def _write_choice(self, choice: Choice) -> dict[str, Any]:
         entry: dict[str, Any] = {
             "index": choice.index,
             "message": {"role": ROLE, "content": choice.text, "refusal": None},
@@ -90,29 +88,35 @@ class Chat:
             entry["token_ids"] = [token.token for token in choice.tokens]
         return entry
 
-    def _make_first_chunk(self, choice: Choice) -> dict[str, Any]:
+    def _make_chunk(self, entry: dict[str, Any]) -> dict[str, Any]:
+        chunk = {**self._make_head("chat.completion.chunk"), "choices": [entry]}
+        return {**chunk, "usage": None} if self.request.include_usage else chunk
+
+    def _write_first_chunk(self, choice: Choice) -> dict[str, Any]:
         delta = {"role": ROLE, "content": ""}
         entry = {"index": choice.index, "delta": delta, "logprobs": None, "finish_reason": None}
-        chunk = {**self._make_head("chat.completion.chunk"), "choices": [entry]}
+        chunk = self._make_chunk(entry)
         if self.request.return_token_ids:
             chunk["prompt_token_ids"] = list(self.prompt)
         return chunk
 
-    def _make_chunk(self, choice: Choice, tokens: Sequence[NewToken], text: str) -> dict[str, Any]:
+    def _write_chunk(self, piece: Piece) -> dict[str, Any]:
         entry: dict[str, Any] = {
-            "index": choice.index,
-            "delta": {"content": text},
-            "logprobs": self._write_logprobs(tokens),
-            "finish_reason": choice.finish_reason,
+            "index": piece.choice.index,
+            "delta": {"content": piece.text},
+            "logprobs": self._write_logprobs(piece.tokens),
+            "finish_reason": piece.choice.finish_reason,
         }
         if self.request.return_token_ids:
-            entry["token_ids"] = [token.token for token in tokens]
-        return {**self._make_head("chat.completion.chunk"), "choices": [entry]}
+            entry["token_ids"] = [token.token for token in piece.tokens]
+        return self._make_chunk(entry)
 
     def _write_logprobs(self, tokens: Sequence[NewToken]) -> dict[str, Any] | None:
         if not self.request.logprobs:
             return None
-        spelling = TokenSpelling(self.text_model, bool(self.request.return_tokens_as_token_ids))
+        spelling = TokenSpelling(
+            self.text_model, as_ids=bool(self.request.return_tokens_as_token_ids)
+        )
         return spelling.to_chat(tokens, self.request.top_logprobs or 0)
 
     def _count(self, choices: Sequence[Choice]) -> dict[str, int]:

@@ -6,13 +6,16 @@ import math
 import time
 import uuid
 from collections.abc import AsyncGenerator, Sequence
+from contextlib import aclosing
 from dataclasses import dataclass, field
 from typing import Any
 
-from hosted_tinker.openai_api.choices import Choice, TokenSpelling
+from hosted_tinker.openai_api.choices import Choice, Piece, list_tokens, stream_pieces
+from hosted_tinker.openai_api.logprobs import TokenSpelling
 from hosted_tinker.openai_api.requests import CompletionRequest
-from hosted_tinker.openai_api.running import Engine, run_all, stream_all
+from hosted_tinker.openai_api.running import Engine, run_all
 from hosted_tinker.openai_api.text import TextModel
+from hosted_tinker.openai_api.text_stream import OffsetCounter
 from hosted_tinker.openai_api.usage import make_usage
 from hosted_tinker.served_weights import ServedWeights
 from hosted_tinker.types import NewToken, Sample, SampleOutput
@@ -35,46 +38,36 @@ class Completions:
     async def answer(self, engine: Engine, samples: Sequence[Sample]) -> dict[str, Any]:
         """The whole answer."""
         outputs = await run_all(engine, samples)
-        choices = [
-            self._make_choice(prompt_index, sequence_index, output)
-            for prompt_index, output in enumerate(outputs)
-            for sequence_index in range(len(output.sequences))
-        ]
-        sampled = 0
-        if self.request.max_tokens != 0:
-            sampled = sum(len(one.tokens) for output in outputs for one in output.sequences)
-        usage = make_usage(sum(map(len, self.prompts)), sampled)
-        return {**self._make_head(), "choices": choices, "usage": usage}
+        choices = self._make_choices()
+        entries: list[dict[str, Any]] = []
+        for choice in choices:
+            prompt_index, index = divmod(choice.index, self.request.n or 1)
+            output = outputs[prompt_index]
+            # The engine draws a token at least.
+            if self.request.max_tokens != 0:
+                choice.push(list_tokens(index, output.sequences[index]))
+            entries.append(self._write_choice(choice, output))
+        return {**self._make_head(), "choices": entries, "usage": self._count(choices)}
 
     async def stream(
         self, engine: Engine, samples: Sequence[Sample]
     ) -> AsyncGenerator[dict[str, Any]]:
         """The answer in chunks."""
-        n = self.request.n or 1
-        choices = [
-            Choice(index, self.text_model, self.request) for index in range(n * len(self.prompts))
-        ]
-        async for event in stream_all(engine, samples):
-            first = event.prompt_index * n
-            if isinstance(event.news, SampleOutput):
-                for choice, sequence in zip(
-                    choices[first : first + n], event.news.sequences, strict=True
-                ):
-                    offset = len(choice.text)
-                    tokens, text = choice.finish(sequence)
-                    yield self._make_chunk(choice, tokens, text, offset)
-                continue
-            for index in dict.fromkeys(token.index for token in event.news):
-                choice = choices[first + index]
-                tokens = [token for token in event.news if token.index == index]
-                offset = len(choice.text)
-                text = choice.push(tokens)
-                if text or self.request.logprobs is not None or self.request.return_token_ids:
-                    yield self._make_chunk(choice, tokens, text, offset)
+        choices = self._make_choices()
+        offsets = [self._make_offsets() for _ in choices]
+        async with aclosing(stream_pieces(engine, samples, choices)) as pieces:
+            async for piece in pieces:
+                if piece.text or piece.choice.finish_reason or self.request.wants_tokens:
+                    yield self._write_chunk(piece, offsets[piece.choice.index])
         if self.request.include_usage:
-            sampled = sum(len(choice.tokens) for choice in choices)
-            usage = make_usage(sum(map(len, self.prompts)), sampled)
-            yield {**self._make_head(), "choices": [], "usage": usage}
+            yield {**self._make_head(), "choices": [], "usage": self._count(choices)}
+
+    def _make_choices(self) -> list[Choice]:
+        n = self.request.n or 1
+        return [
+            Choice(index, self.prompts[index // n], self.text_model, self.request)
+            for index in range(n * len(self.prompts))
+        ]
 
     def _make_head(self) -> dict[str, Any]:
         return {
@@ -84,52 +77,59 @@ class Completions:
             "model": self.served.model,
         }
 
-    def _make_chunk(
-        self, choice: Choice, tokens: Sequence[NewToken], text: str, offset: int
-    ) -> dict[str, Any]:
+    def _make_offsets(self) -> OffsetCounter:
+        skip = self.request.skip_special_tokens
+        return OffsetCounter(self.text_model, skip_special_tokens=skip)
+
+    def _find_prompt(self, choice: Choice) -> Sequence[int]:
+        return self.prompts[choice.index // (self.request.n or 1)]
+
+    def _write_chunk(self, piece: Piece, offsets: OffsetCounter) -> dict[str, Any]:
         entry: dict[str, Any] = {
-            "index": choice.index,
-            "text": text,
-            "logprobs": self._write_logprobs(tokens, offset),
-            "finish_reason": choice.finish_reason,
+            "index": piece.choice.index,
+            "text": piece.text,
+            "logprobs": self._write_logprobs(piece.tokens, offsets),
+            "finish_reason": piece.choice.finish_reason,
         }
         if self.request.return_token_ids:
-            is_first = len(choice.tokens) == len(tokens)
-            prompt = self.prompts[choice.index // (self.request.n or 1)]
-            entry["prompt_token_ids"] = list(prompt) if is_first else None
-            entry["token_ids"] = [token.token for token in tokens]
-        return {**self._make_head(), "choices": [entry]}
+            is_first = len(piece.choice.tokens) == len(piece.tokens)
+            entry["prompt_token_ids"] = list(self._find_prompt(piece.choice)) if is_first else None
+            entry["token_ids"] = [token.token for token in piece.tokens]
+        chunk = {**self._make_head(), "choices": [entry]}
+        return {**chunk, "usage": None} if self.request.include_usage else chunk
 
-    def _make_choice(
-        self, prompt_index: int, sequence_index: int, output: SampleOutput
-    ) -> dict[str, Any]:
-        request, prompt = self.request, self.prompts[prompt_index]
-        choice = Choice(prompt_index * (request.n or 1) + sequence_index, self.text_model, request)
-        tokens: list[NewToken] = []
-        if request.max_tokens != 0:
-            choice.finish(output.sequences[sequence_index])
-            tokens = choice.tokens
-        text = choice.text
-        written = tokens
-        if request.echo:
-            text = self.text_model.decode(prompt) + text
-            written = [*list_prompt_tokens(prompt, output), *tokens]
+    def _write_choice(self, choice: Choice, output: SampleOutput) -> dict[str, Any]:
+        prompt = self._find_prompt(choice)
+        text, tokens = choice.text, choice.tokens
+        if self.request.echo:
+            skip = self.request.skip_special_tokens
+            text = self.text_model.decode(prompt, skip_special_tokens=skip) + text
+            tokens = [*list_prompt_tokens(prompt, output), *tokens]
         entry: dict[str, Any] = {
             "index": choice.index,
             "text": text,
-            "logprobs": self._write_logprobs(written, 0),
+            "logprobs": self._write_logprobs(tokens, self._make_offsets()),
             "finish_reason": choice.finish_reason or "length",
         }
-        if request.return_token_ids:
+        if self.request.return_token_ids:
             entry["prompt_token_ids"] = list(prompt)
-            entry["token_ids"] = [token.token for token in tokens]
+            entry["token_ids"] = [token.token for token in choice.tokens]
         return entry
 
-    def _write_logprobs(self, tokens: Sequence[NewToken], offset: int) -> dict[str, Any] | None:
+    def _write_logprobs(
+        self, tokens: Sequence[NewToken], offsets: OffsetCounter
+    ) -> dict[str, Any] | None:
         if self.request.logprobs is None:
             return None
-        spelling = TokenSpelling(self.text_model, bool(self.request.return_tokens_as_token_ids))
-        return spelling.to_completion(tokens, self.request.logprobs, offset)
+        spelling = TokenSpelling(
+            self.text_model, as_ids=bool(self.request.return_tokens_as_token_ids)
+        )
+        return spelling.to_completion(tokens, self.request.logprobs, offsets)
+
+    def _count(self, choices: Sequence[Choice]) -> dict[str, int]:
+        return make_usage(
+            sum(map(len, self.prompts)), sum(len(choice.tokens) for choice in choices)
+        )
 
 
 def list_prompt_tokens(prompt: Sequence[int], output: SampleOutput) -> list[NewToken]:

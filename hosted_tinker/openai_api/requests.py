@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Annotated, Any, Literal, TypeVar
+from typing import Annotated, Any, Literal, TypeVar, cast
 
+import orjson
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from hosted_tinker.errors import UnservableError, UserError
@@ -53,6 +54,23 @@ IGNORED = {
     "verbosity",
 }
 """Parameters that do not change what is generated."""
+
+
+RESERVED_TEMPLATE_KWARGS = {
+    "chat_template",
+    "continue_final_message",
+    "conversation",
+    "max_length",
+    "padding",
+    "return_assistant_tokens_mask",
+    "return_dict",
+    "return_tensors",
+    "tokenize",
+    "tokenizer_kwargs",
+    "tools",
+    "truncation",
+}
+"""Arguments of transformers' `apply_chat_template` that are not variables of a template."""
 
 
 class StreamOptions(BaseModel):
@@ -116,6 +134,11 @@ class CompletionRequest(GenerationRequest):
     add_special_tokens: bool = True
 
     @property
+    def wants_tokens(self) -> bool:
+        """Whether the answer describes each token, beside the text."""
+        return bool(self.return_token_ids) or self.logprobs is not None
+
+    @property
     def prompts(self) -> list[str] | list[list[int]]:
         """Raises UserError if there is none."""
         if isinstance(self.prompt, str):
@@ -139,13 +162,33 @@ class Message(BaseModel):
 
     role: str
     content: str | list[ContentPart] | None = None
+    tool_calls: list[dict[str, Any]] | None = None
 
     def to_template(self) -> dict[str, Any]:
-        """Parts of text are joined: templates of text models take strings."""
+        """Templates of text models take strings, so parts become lines, as with vLLM; and they
+        take arguments of tool calls as objects, where OpenAI has JSON in a string."""
+        fields = self.model_dump(exclude_unset=True)
         content = self.content
         if isinstance(content, list):
-            content = "".join(part.text for part in content)
-        return {**self.model_dump(exclude_unset=True), "content": content or ""}
+            content = "\n".join(part.text for part in content)
+        if self.tool_calls is not None:
+            fields["tool_calls"] = [parse_arguments(call) for call in self.tool_calls]
+        return {**fields, "content": content or ""}
+
+
+def parse_arguments(call: Mapping[str, Any]) -> dict[str, Any]:
+    """A tool call with its arguments as an object; what is not the JSON of one stays as it is."""
+    function = call.get("function")
+    if not isinstance(function, dict):
+        return dict(call)
+    fields = cast("dict[str, Any]", function)
+    try:
+        arguments: object = orjson.loads(fields.get("arguments") or "{}")
+    except (orjson.JSONDecodeError, TypeError):
+        return dict(call)
+    if not isinstance(arguments, dict):
+        return dict(call)
+    return {**call, "function": {**fields, "arguments": arguments}}
 
 
 class ChatRequest(GenerationRequest):
@@ -159,6 +202,11 @@ class ChatRequest(GenerationRequest):
     add_generation_prompt: bool = True
     continue_final_message: bool = False
     chat_template_kwargs: dict[str, Any] | None = None
+
+    @property
+    def wants_tokens(self) -> bool:
+        """Whether the answer describes each token, beside the text."""
+        return bool(self.return_token_ids) or bool(self.logprobs)
 
     @property
     def template_kwargs(self) -> dict[str, Any]:
@@ -184,6 +232,8 @@ def parse_chat(body: Mapping[str, Any]) -> ChatRequest:
     request = _parse(ChatRequest, body)
     if request.top_logprobs is not None and not request.logprobs:
         raise UserError(f"top_logprobs = {request.top_logprobs} needs logprobs = true")
+    for name in sorted(RESERVED_TEMPLATE_KWARGS & set(request.chat_template_kwargs or ())):
+        raise UserError(f"chat_template_kwargs has {name!r}, which is not the template's")
     return request
 
 

@@ -72,4 +72,3 @@ def list_decoders(decoder: Mapping[str, Any] | None) -> Iterator[str]:
 def is_byte_piece(piece: str) -> bool:
     """Whether it is the form in which SentencePiece spells a byte: `<0xE4>`."""
     return len(piece) == 6 and piece.startswith("<0x") and piece.endswith(">")
-

@@ -10,7 +10,10 @@ from transformers import PreTrainedTokenizerBase
 from hosted_tinker.errors import UserError
 from hosted_tinker.types import RenderChat, TokenizerInfo
 
-NO_TOKENIZER = "the base model comes without a tokenizer: send token ids to /v1/completions"
+NO_TOKENIZER = (
+    "the base model comes without a tokenizer, so there is no text: sample token ids with the "
+    "tinker SDK"
+)
 
 
 def describe_tokenizer(tokenizer: PreTrainedTokenizerBase | None) -> TokenizerInfo:
@@ -35,6 +38,6 @@ def render_chat(tokenizer: PreTrainedTokenizerBase | None, chat: RenderChat) -> 
         text = tokenizer.apply_chat_template(
             [dict(message) for message in chat.messages], tokenize=False, **chat.template_kwargs
         )
-    except (jinja2.TemplateError, TypeError, ValueError, KeyError) as error:
+    except (jinja2.TemplateError, AttributeError, LookupError, TypeError, ValueError) as error:
         raise UserError(f"the model's chat template does not take the messages: {error}") from error
     return cast("list[int]", tokenizer.encode(cast(str, text), add_special_tokens=False))

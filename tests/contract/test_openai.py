@@ -294,8 +294,9 @@ def test_a_full_queue_answers_429(tmp_path: Path) -> None:
     with running_server(tmp_path, *flags) as server:
         url = f"{server.url}/v1/completions"
         with httpx.stream("POST", url, json={**LONG, "stream": True}, timeout=60) as first:
-            next(first.iter_bytes())
-            second = httpx.post(url, json=LONG)
+            chunks = first.iter_bytes()
+            next(chunks)
+            second = httpx.post(url, json=LONG, timeout=60)
         assert second.status_code == 429
         assert second.json()["error"]["type"] == "rate_limit_error"
         assert second.headers["retry-after"]

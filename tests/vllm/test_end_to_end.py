@@ -126,7 +126,7 @@ async def ask_async(server: RunningServer, model: str) -> str:
 
 
 def find_vllm_pids(port: int = 18231) -> list[int]:
-    """Of the vLLM server on the port, by its command line."""
+    """Of the vLLM server on the port, by its command line, without the guard that started it."""
     found: list[int] = []
     for entry in Path("/proc").iterdir():
         if not entry.name.isdigit():
@@ -135,16 +135,15 @@ def find_vllm_pids(port: int = 18231) -> list[int]:
             command = (entry / "cmdline").read_bytes().split(b"\0")
         except OSError:
             continue
-        if b"vllm.entrypoints.openai.api_server" in command and str(port).encode() in command:
+        is_vllm = command[1:3] == [b"-m", b"vllm.entrypoints.openai.api_server"]
+        if is_vllm and str(port).encode() in command:
             found.append(int(entry.name))
     return found
 
 
 def kill_vllm() -> None:
-    pids = find_vllm_pids()
-    assert pids
-    for pid in pids:
-        os.kill(pid, signal.SIGKILL)
+    (pid,) = find_vllm_pids()
+    os.kill(pid, signal.SIGKILL)
 
 
 def test_the_server_says_that_vllm_samples(server: RunningServer) -> None:

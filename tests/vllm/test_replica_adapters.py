@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-import re
 import shutil
+import time
 
 import pytest
 
@@ -12,7 +12,7 @@ from hosted_tinker.errors import UnservableError, UserError
 from hosted_tinker.replicas.engine_client import EngineModels
 from hosted_tinker.types import AdapterRef
 from tests.integration.tiny_engine import PROMPT
-from tests.vllm.tiny_replicas import MAX_HELD, TOO_HIGH_RANK, Reference, Serving
+from tests.vllm.tiny_replicas import MAX_HELD, TOO_HIGH_RANK, Reference, Serving, count_running
 
 COUNT = 6
 
@@ -105,41 +105,19 @@ def test_an_adapter_that_vllm_has_lost_is_loaded_again(
         assert tokens == reference.continue_greedily(name, PROMPT, COUNT)
 
 
-def count_running(serving: Serving) -> int:
-    """Requests that vLLM runs, by its own metrics."""
-
-    async def read() -> str:
-        async with serving.http.get(f"{serving.pool.urls[0]}/metrics") as answer:
-            return await answer.text()
-
-    lines = re.findall(r"^vllm:num_requests_running\S* (\S+)$", serving.loop.run(read()), re.M)
-    return int(sum(map(float, lines)))
-
-
 @pytest.mark.parametrize("by_id", [True, False])
 def test_a_cancelled_sample_ends_in_vllm_too(serving: Serving, by_id: bool) -> None:
     sample = serving.make_sample(PROMPT, "a0", num_samples=4, stop=())
-
-    async def begin() -> asyncio.Task[object]:
-        return asyncio.create_task(serving.pool.sample(sample))
-
-    async def end(task: asyncio.Task[object]) -> None:
-        if by_id:
-            await serving.pool.cancel(sample.request_id)
-        else:
-            task.cancel()
-        await task
-
-    async def pause() -> None:
-        await asyncio.sleep(0.05)
-
-    task = serving.loop.run(begin())
+    pending = serving.loop.submit(serving.pool.sample(sample))
     while count_running(serving) < 4:
-        assert not task.done()
-        serving.loop.run(pause())
-    with pytest.raises(UserError if by_id else asyncio.CancelledError):
-        serving.loop.run(end(task))
-    assert task.done()
+        assert not pending.done()
+        time.sleep(0.02)
+    if by_id:
+        serving.loop.run(serving.pool.cancel(sample.request_id))
+        with pytest.raises(UserError, match="cancelled"):
+            pending.result()
+    else:
+        pending.cancel()
     while count_running(serving) > 0:
-        serving.loop.run(pause())
+        time.sleep(0.02)
     assert serving.replicas[0].num_requests == 0

@@ -213,9 +213,10 @@ def test_the_end_of_sequence_token_stops_unless_nothing_does(
 ) -> None:
     tokens = reference.continue_greedily("ending", PROMPT, COUNT)
     end = tokens.index(EOS) + 1
+    never = next(token for token in range(300) if token not in tokens)
     assert end < COUNT
     fields: dict[str, Any] = {"max_tokens": COUNT, "temperature": 0.0}
-    for stop in (None, (999,)):
+    for stop in (None, (never,)):
         (stopped,) = serving.sample(PROMPT, "ending", **fields, stop=stop).sequences
         assert stopped.tokens.tolist() == tokens[:end]
         assert stopped.stop_reason == "stop"

@@ -8,9 +8,11 @@ from __future__ import annotations
 
 import asyncio
 import os
+import re
 import shutil
 import threading
 from collections.abc import Coroutine, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Self, TypeVar
@@ -56,8 +58,11 @@ class BackgroundLoop:
         self._thread.join()
         self._loop.close()
 
+    def submit(self, coroutine: Coroutine[Any, Any, Result]) -> Future[Result]:
+        return asyncio.run_coroutine_threadsafe(coroutine, self._loop)
+
     def run(self, coroutine: Coroutine[Any, Any, Result]) -> Result:
-        return asyncio.run_coroutine_threadsafe(coroutine, self._loop).result(RESULT_TIMEOUT_S)
+        return self.submit(coroutine).result(RESULT_TIMEOUT_S)
 
 
 @dataclass(frozen=True)
@@ -235,6 +240,17 @@ class Serving:
 
 async def open_session() -> Any:
     return open_http_session()
+
+
+def count_running(serving: Serving) -> int:
+    """Sequences that the first vLLM runs, by its own metrics."""
+
+    async def read() -> str:
+        async with serving.http.get(f"{serving.pool.urls[0]}/metrics") as answer:
+            return await answer.text()
+
+    lines = re.findall(r"^vllm:num_requests_running\S* (\S+)$", serving.loop.run(read()), re.M)
+    return int(sum(map(float, lines)))
 
 
 def find_server(port: int) -> int:
