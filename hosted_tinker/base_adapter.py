@@ -27,20 +27,24 @@ class BaseAdapter:
     def __init__(self, trainer: WorkerGroup, state_dir: Path) -> None:
         self._trainer = trainer
         self._directory = state_dir.resolve() / "base-adapter"
-        self._name = f"base@{new_version()}"
         self._making: asyncio.Task[AdapterRef] | None = None
 
     async def get(self) -> AdapterRef:
-        """Waits for the trainer the first time. Raises HostedTinkerError."""
-        if self._making is None:
+        """Waits for the trainer the first time. Raises HostedTinkerError; the next call tries again."""
+        if self._making is None or has_failed(self._making):
             self._making = asyncio.create_task(self._make())
         return await asyncio.shield(self._making)
 
     async def _make(self) -> AdapterRef:
+        name = f"base@{new_version()}"
         await asyncio.to_thread(shutil.rmtree, self._directory, ignore_errors=True)
         self._directory.mkdir(parents=True)
-        await self._trainer.call(CreateModel(self._name, LORA))
-        await self._trainer.call(CaptureState(self._name, self._name, with_optimizer=False))
-        await self._trainer.call(UnloadModel(self._name))
-        await self._trainer.call(PersistState(self._name, self._directory))
-        return AdapterRef(self._name, self._directory)
+        await self._trainer.call(CreateModel(name, LORA))
+        await self._trainer.call(CaptureState(name, name, with_optimizer=False))
+        await self._trainer.call(UnloadModel(name))
+        await self._trainer.call(PersistState(name, self._directory))
+        return AdapterRef(name, self._directory)
+
+
+def has_failed(task: asyncio.Task[AdapterRef]) -> bool:
+    return task.done() and (task.cancelled() or task.exception() is not None)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -131,7 +132,20 @@ def check_memory(
 
 
 def measure_weights(base_model: str) -> int | None:
-    """Bytes of a local model's safetensors files; None for one that is still to be fetched."""
+    """Bytes of the safetensors files of a local model, or of one in the hub's cache.
+
+    None for a model that is still to be fetched.
+    """
     directory = Path(base_model)
-    files = [*directory.glob("*.safetensors")] if directory.is_dir() else []
-    return sum(file.stat().st_size for file in files) or None
+    if not directory.is_dir():
+        directory = find_in_hub_cache(base_model)
+    return sum(file.stat().st_size for file in directory.glob("*.safetensors")) or None
+
+
+def find_in_hub_cache(model_id: str) -> Path:
+    """Where huggingface_hub keeps the model's newest revision; the directory may not exist."""
+    home = os.environ.get("HF_HOME", "~/.cache/huggingface")
+    cache = Path(os.environ.get("HF_HUB_CACHE", f"{home}/hub")).expanduser()
+    model_dir = cache / f"models--{model_id.replace('/', '--')}"
+    revision = model_dir / "refs" / "main"
+    return model_dir / "snapshots" / (revision.read_text() if revision.is_file() else "none")

@@ -6,7 +6,7 @@ import logging
 from collections.abc import Mapping
 from contextlib import AbstractAsyncContextManager
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import aiohttp
 import orjson
@@ -130,12 +130,14 @@ def parse_object(content: bytes) -> dict[str, Any]:
         value = orjson.loads(content)
     except orjson.JSONDecodeError:
         value = None
-    return value if isinstance(value, dict) else {"message": content.decode(errors="replace")}
+    if isinstance(value, dict):
+        return cast("dict[str, Any]", value)
+    return {"message": content.decode(errors="replace")}
 
 
 def read_message(answer: Mapping[str, Any]) -> str:
     """The text of an error, wherever in the answer it stands."""
     error = answer.get("error")
     if isinstance(error, Mapping):
-        return str(error.get("message", error))
+        return str(cast("Mapping[str, Any]", error).get("message", error))
     return str(error or answer.get("message") or answer.get("detail") or answer)

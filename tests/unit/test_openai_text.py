@@ -77,14 +77,11 @@ def test_characters_come_whole(text: str) -> None:
 
 @given(st.binary(min_size=1, max_size=60), st.integers(1, 7))
 def test_tokens_in_groups_give_the_text_of_tokens_one_by_one(raw: bytes, size: int) -> None:
-    tokens = [*raw]
+    *others, last = raw
     stream = open_stream(BYTE_LEVEL)
-    groups = [tokens[start : start + size] for start in range(0, len(tokens) - 1, size)]
-    text = "".join(stream.push(group) for group in groups if group)
-    rest = tokens[sum(map(len, groups)) :]
-    if rest:
-        text += stream.end(rest[0], stopped=False)
-        assert text == raw.decode(errors="replace")
+    starts = range(0, len(others), size)
+    text = "".join(stream.push(others[start : start + size]) for start in starts)
+    assert text + stream.end(last, stopped=False) == raw.decode(errors="replace")
 
 
 def test_bytes_that_never_become_text_are_given_up() -> None:
@@ -187,7 +184,7 @@ def test_a_token_by_itself_is_its_bytes(
 
 def test_offsets_are_where_characters_begin() -> None:
     counter = OffsetCounter(BYTE_LEVEL, skip_special_tokens=True)
-    tokens = [*"a".encode(), *"中".encode(), END, *b"b"]
+    tokens = [*b"a", *"中".encode(), END, *b"b"]
     assert [counter.advance(token) for token in tokens] == [0, 1, 1, 1, 2, 2]
 
 

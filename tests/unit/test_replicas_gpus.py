@@ -2,13 +2,20 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from hosted_tinker.config import PytorchConfig, Settings
 from hosted_tinker.errors import SettingsError
-from hosted_tinker.replicas.gpus import Gpu, parse_gpus, place_on_gpus, split_gpus
+from hosted_tinker.replicas.gpus import (
+    Gpu,
+    measure_weights,
+    parse_gpus,
+    place_on_gpus,
+    split_gpus,
+)
 
 GB = 10**9
 GPUS = [Gpu(index, "H100", 80 * GB, 79 * GB) for index in range(8)]
@@ -87,3 +94,19 @@ def test_without_nvidia_smi_only_what_is_asked_for_is_compared() -> None:
         place_on_gpus(settings(vllm_gpus="1"), None, None)
     with pytest.raises(SettingsError, match="give each its own"):
         place_on_gpus(settings({"train_gpus": "1"}, vllm_gpus="1"), None, None)
+
+
+def test_weights_are_measured_where_the_model_is(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path))
+    assert measure_weights("org/model") is None
+    model_dir = tmp_path / "models--org--model"
+    for revision, size in (("old", 7), ("new", 500)):
+        snapshot = model_dir / "snapshots" / revision
+        snapshot.mkdir(parents=True)
+        (snapshot / "model.safetensors").write_bytes(b"0" * size)
+    (model_dir / "refs").mkdir()
+    (model_dir / "refs" / "main").write_text("new")
+    assert measure_weights("org/model") == 500
+    assert measure_weights(str(model_dir / "snapshots" / "old")) == 7
