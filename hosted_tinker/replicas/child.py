@@ -91,8 +91,12 @@ def make_environment(gpus: Sequence[int]) -> dict[str, str]:
         # In nvidia-smi's order, which the indices are of.
         visible = ",".join(map(str, gpus))
         return environment | {"CUDA_DEVICE_ORDER": "PCI_BUS_ID", "CUDA_VISIBLE_DEVICES": visible}
-    # Without GPUs trainer and vLLM share the cores: threads are not bound to them.
-    defaults = {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
+    # Without GPUs trainer and vLLM share the cores: threads are not bound to them, and do not spin.
+    defaults = {
+        "VLLM_CPU_KVCACHE_SPACE": "1",
+        "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+        "OMP_WAIT_POLICY": "PASSIVE",
+    }
     return environment | {name: os.environ.get(name, value) for name, value in defaults.items()}
 
 
