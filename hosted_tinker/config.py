@@ -267,7 +267,8 @@ class Settings(BaseModel):
         AdapterSync,
         Field(
             description="When a run's newest weights become available under its id. every_step: "
-            "after each optim_step. on_request: when a client of /v1 asks for them."
+            "after each optim_step, at most 5% of the time as long as nobody asks for them. "
+            "on_request: when a client of /v1 asks for them."
         ),
     ] = "every_step"
     serve_latest: Annotated[

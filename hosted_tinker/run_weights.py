@@ -3,12 +3,14 @@
 A publication copies a run's adapter between two of its requests, writes it beside the next ones,
 loads it into the sampler under a name of its own, and only then becomes what the run's id stands
 for; the one before leaves the sampler after its last request. A run has one publication under way
-at a time: what changes meanwhile is in the next one.
+at a time: what changes meanwhile is in the next one. What nobody has asked for is published in a small
+share of the time only; a request, and the end of a run, does not wait for that.
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import sqlite3
 import time
@@ -29,6 +31,9 @@ logger = logging.getLogger(__name__)
 
 FIRST_GENERATION = 1
 """The weights that a run was created with."""
+UNASKED_SHARE = 0.05
+"""Share of the time in which weights are published that no request waits for. Where sampler and
+trainer share cores, as without GPUs, publishing slows training down (`benchmarks/sync.py`)."""
 
 
 @dataclass(slots=True)
@@ -38,6 +43,7 @@ class Publication:
     Attributes:
         generation: of the published weights; 0 before the first.
         failure: why a generation could not be published.
+        asked: set while somebody waits for newer weights.
         news: set, and replaced, whenever one of the others changes.
     """
 
@@ -45,6 +51,7 @@ class Publication:
     generation: int = 0
     failure: tuple[int, HostedTinkerError] | None = None
     task: asyncio.Task[None] | None = None
+    asked: asyncio.Event = field(default_factory=asyncio.Event)
     news: asyncio.Event = field(default_factory=asyncio.Event)
 
 
@@ -79,6 +86,7 @@ class NewestWeights:
         self._holds = store.holds
         self._sync: AdapterSync = sync
         self._publications: dict[str, Publication] = {}
+        self._rest_until = 0.0
         self._retiring: set[asyncio.Task[None]] = set()
 
     def note_change(self, model_id: str) -> None:
@@ -92,6 +100,7 @@ class NewestWeights:
         generation = self._training.get_progress(model_id).generation
         publication = self._publications.setdefault(model_id, Publication())
         if publication.task is not None:
+            publication.asked.set()
             return False
         failed = publication.failure is not None and publication.failure[0] >= generation
         if failed and publication.weights is not None:
@@ -100,6 +109,7 @@ class NewestWeights:
         if failed or generation <= max(publication.generation, FIRST_GENERATION):
             del self._publications[model_id]
             return True
+        publication.asked.set()
         self._ensure_publishing(model_id)
         return False
 
@@ -118,6 +128,7 @@ class NewestWeights:
         publication = self._publications.setdefault(model_id, Publication())
         while publication.weights is None or publication.generation < wanted:
             news = publication.news
+            publication.asked.set()
             self._ensure_publishing(model_id)
             await news.wait()
             if publication.failure is not None and publication.failure[0] >= wanted:
@@ -160,13 +171,24 @@ class NewestWeights:
         """Publishes until what is published is current, or can't be."""
         try:
             while True:
+                await self._rest(publication)
+                started = time.monotonic()
                 await self._publish_once(model_id, publication)
+                took_s = time.monotonic() - started
+                self._rest_until = time.monotonic() + took_s * (1 / UNASKED_SHARE - 1)
                 if not self._is_behind(model_id, publication):
                     return
         finally:
             publication.task = None
             announce(publication)
             self._training.wake()
+
+    async def _rest(self, publication: Publication) -> None:
+        """Until it is time for weights that nobody waits for, or somebody does."""
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(max(0.0, self._rest_until - time.monotonic())):
+                await publication.asked.wait()
+        publication.asked.clear()
 
     def _is_behind(self, model_id: str, publication: Publication) -> bool:
         if self._sync == "on_request" or not self._training.has_run(model_id):
