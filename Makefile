@@ -34,13 +34,19 @@ check: .venv/.installed-dev
 	$(BIN)/pyright
 	$(BIN)/shellcheck scripts/*.sh .ci/run
 
-test: .venv/.installed-dev
+test: .venv/.installed-dev .venv-programs/.installed
 	$(BIN)/python -m pytest --ignore=tests/vllm $(ARGS)
 
 test-vllm: .venv/.installed-dev .venv-vllm/.installed
 	$(BIN)/python -m pytest tests/vllm $(ARGS)
 
 vllm: .venv-vllm/.installed
+
+# Programs that the tests run against /v1. They pin other versions of the server's packages.
+.venv-programs/.installed: requirements-programs.txt
+	test -x .venv-programs/bin/python || $(PYTHON) -m venv .venv-programs
+	.venv-programs/bin/python -m pip install --disable-pip-version-check -r requirements-programs.txt
+	@touch $@
 
 # vLLM pins other versions of the same packages than the server: an environment of its own. The torch
 # that the CPU build pins has wheels for Python 3.11 only. The packages that are taken out again come

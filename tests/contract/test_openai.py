@@ -7,9 +7,7 @@ span tokens.
 from __future__ import annotations
 
 import asyncio
-import time
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import httpx
@@ -21,7 +19,6 @@ from tests.contract.conftest import MODEL
 from tests.harness import RunningServer, running_server
 
 BYTES = ("--backend", "fake", "--base-model", MODEL, "--backend-config", '{"vocab_size": 256}')
-LONG = {"model": MODEL, "prompt": [1], "max_tokens": 4000, "n": 1024}
 MESSAGES: Any = [{"role": "user", "content": "Say something."}]
 
 
@@ -163,6 +160,67 @@ def test_stop_token_ids_end_a_sequence(openai_client: openai.OpenAI) -> None:
     end = tokens.index(tokens[10]) + 1
     assert stopped.choices[0].model_dump()["token_ids"] == tokens[:end]
     assert stopped.choices[0].finish_reason == "stop"
+    assert stopped.choices[0].text == bytes(tokens[: end - 1]).decode(errors="replace")
+
+
+def test_a_choice_ends_in_the_stream_when_its_sequence_does(
+    openai_client: openai.OpenAI,
+) -> None:
+    fields: dict[str, Any] = {"model": MODEL, "prompt": [7, 8, 9], "max_tokens": 30, "seed": 4}
+    fields["n"] = 2
+    ids = {"return_token_ids": True}
+    free = openai_client.completions.create(**fields, extra_body=ids)
+    first, second = (choice.model_dump()["token_ids"] for choice in free.choices)
+    last = next(token for token in first[:20] if token not in second)
+    stream = openai_client.completions.create(
+        **fields, stream=True, extra_body={**ids, "stop_token_ids": [last]}
+    )
+    ends: list[tuple[int, str]] = []
+    after = 0
+    for choice in (chunk.choices[0] for chunk in stream):
+        after += bool(ends)
+        if choice.finish_reason:
+            ends.append((choice.index, choice.finish_reason))
+    assert ends == [(0, "stop"), (1, "length")]
+    assert after == 30 - first.index(last)
+
+
+def test_streams_have_the_token_ids_of_prompt_and_answer(openai_client: openai.OpenAI) -> None:
+    fields: dict[str, Any] = {"model": MODEL, "max_tokens": 10, "seed": 6}
+    fields["extra_body"] = {"return_token_ids": True}
+    chat = openai_client.chat.completions.create(**fields, messages=MESSAGES)
+    prompts: list[Any] = []
+    tokens: list[int] = []
+    for chunk in openai_client.chat.completions.create(**fields, messages=MESSAGES, stream=True):
+        prompts.append(chunk.model_dump().get("prompt_token_ids"))
+        tokens += chunk.choices[0].model_dump().get("token_ids") or []
+    assert prompts == [chat.model_dump()["prompt_token_ids"], *[None] * 10]
+    assert tokens == chat.choices[0].model_dump()["token_ids"]
+
+    text = openai_client.completions.create(**fields, prompt="ab")
+    chunks = [*openai_client.completions.create(**fields, prompt="ab", stream=True)]
+    entries = [chunk.choices[0].model_dump() for chunk in chunks]
+    assert [entry["prompt_token_ids"] for entry in entries] == [[*b"ab"], *[None] * 9]
+    streamed = [token for entry in entries for token in entry["token_ids"]]
+    assert streamed == text.choices[0].model_dump()["token_ids"]
+
+
+def test_log_probabilities_name_tokens_by_text_bytes_or_id(openai_client: openai.OpenAI) -> None:
+    fields: dict[str, Any] = {"model": MODEL, "max_tokens": 20, "seed": 3, "logprobs": True}
+    ids = {"return_token_ids": True}
+    by_text = openai_client.chat.completions.create(**fields, messages=MESSAGES, extra_body=ids)
+    by_id = openai_client.chat.completions.create(
+        **fields, messages=MESSAGES, extra_body={"return_tokens_as_token_ids": True}
+    )
+    tokens = by_text.choices[0].model_dump()["token_ids"]
+    spelled, named = (answer.choices[0].logprobs for answer in (by_text, by_id))
+    assert spelled is not None
+    assert named is not None
+    assert [entry.bytes for entry in spelled.content or ()] == [[token] for token in tokens]
+    assert [entry.token for entry in named.content or ()] == [f"token_id:{id}" for id in tokens]
+    assert [entry.token for entry in spelled.content or ()] == [
+        chr(token) if token < 128 else f"bytes:\\x{token:02x}" for token in tokens
+    ]
 
 
 def test_echo_scores_the_prompt(server: RunningServer, openai_client: openai.OpenAI) -> None:
@@ -185,13 +243,13 @@ def test_echo_scores_the_prompt(server: RunningServer, openai_client: openai.Ope
     assert answer.usage.completion_tokens == 0
 
 
-def test_text_parts_are_joined(openai_client: openai.OpenAI) -> None:
-    parts: Any = [{"type": "text", "text": "Say "}, {"type": "text", "text": "something."}]
+def test_text_parts_become_lines(openai_client: openai.OpenAI) -> None:
+    parts: Any = [{"type": "text", "text": "Say"}, {"type": "text", "text": "something."}]
     answers = [
         openai_client.chat.completions.create(
             model=MODEL, messages=[{"role": "user", "content": content}], max_tokens=8, seed=1
         )
-        for content in ("Say something.", parts)
+        for content in ("Say\nsomething.", parts)
     ]
     assert answers[0].choices[0].message == answers[1].choices[0].message
 
@@ -289,34 +347,24 @@ def test_many_async_requests_at_once_are_each_their_own(server: RunningServer) -
         assert len(set(texts[seed::8])) == 1
 
 
-def test_a_full_queue_answers_429(tmp_path: Path) -> None:
-    flags = (*BYTES, "--max-queued-samples", "1")
-    with running_server(tmp_path, *flags) as server:
-        url = f"{server.url}/v1/completions"
-        with httpx.stream("POST", url, json={**LONG, "stream": True}, timeout=60) as first:
-            chunks = first.iter_bytes()
-            next(chunks)
-            second = httpx.post(url, json=LONG, timeout=60)
-        assert second.status_code == 429
-        assert second.json()["error"]["type"] == "rate_limit_error"
-        assert second.headers["retry-after"]
+def test_an_async_stream_ends_with_usage(server: RunningServer) -> None:
+    async def ask() -> tuple[str, list[Any]]:
+        text, usages = "", []
+        async with openai.AsyncOpenAI(base_url=f"{server.url}/v1", api_key="none") as client:
+            stream = await client.chat.completions.create(
+                model=MODEL,
+                messages=MESSAGES,
+                max_tokens=10,
+                seed=2,
+                stream=True,
+                stream_options={"include_usage": True},
+            )
+            async for chunk in stream:
+                text += "".join(choice.delta.content or "" for choice in chunk.choices)
+                usages.append(chunk.usage and chunk.usage.completion_tokens)
+        return text, usages
 
-
-@pytest.mark.parametrize("stream", [True, False])
-def test_a_client_that_hangs_up_stops_the_generation(tmp_path: Path, stream: bool) -> None:
-    """The generation takes minutes; the one request that may run at a time does not wait for it."""
-    flags = (*BYTES, "--max-queued-samples", "1")
-    with running_server(tmp_path, *flags) as server:
-        url = f"{server.url}/v1/completions"
-        if stream:
-            with httpx.stream("POST", url, json={**LONG, "stream": True}, timeout=60) as answer:
-                next(answer.iter_bytes())
-        else:
-            with pytest.raises(httpx.ReadTimeout):
-                httpx.post(url, json=LONG, timeout=0.5)
-        deadline = time.monotonic() + 30
-        short = {**LONG, "n": 1, "max_tokens": 1}
-        while (again := httpx.post(url, json=short, timeout=30)).status_code == 429:
-            assert time.monotonic() < deadline
-            time.sleep(0.05)
-        assert again.status_code == 200
+    text, usages = asyncio.run(ask())
+    assert text
+    assert usages[-1] == 10
+    assert set(usages[:-1]) == {None}

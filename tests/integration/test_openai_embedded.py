@@ -6,7 +6,6 @@ import contextlib
 import os
 import signal
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -16,27 +15,15 @@ import tinker
 import torch
 from openai.types.chat import ChatCompletionChunk
 from peft import PeftModel
-from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from hosted_tinker.default_model import DEFAULT_MODEL_NAME, ensure_default_model
 from tests.data import next_token_datum
 from tests.harness import RunningServer, running_server
-from tests.integration.tiny_engine import save_model
+from tests.integration.plain_transformers import Reference, open_reference, save_chat_model
 
 pytestmark = [pytest.mark.filterwarnings("ignore:Model has `tie_word_embeddings=True`")]
 
 MODEL = "org/tiny"
-TEMPLATE = """
-{%- for message in messages %}
-{%- if message.role not in ['system', 'developer', 'user', 'assistant', 'tool'] %}
-{{- raise_exception('no role is called ' + message.role) }}
-{%- endif %}
-{{- '[' + message.role + '] ' + message.content }}
-{%- for call in message.tool_calls or [] %}{{ ' ' + call.function.arguments.city }}{% endfor %}
-{{- '\n' }}
-{%- endfor %}
-{%- if add_generation_prompt %}{{ '[' + (name or 'assistant') + '] ' }}{% endif %}
-"""
 MESSAGES: Any = [
     {"role": "system", "content": "Answer in a word."},
     {"role": "user", "content": "Où est 北京? 🦊"},
@@ -45,49 +32,16 @@ MESSAGES: Any = [
 ]
 
 
-@dataclass
-class Reference:
-    """The same weights in plain transformers."""
-
-    tokenizer: Any
-    model: Any
-
-    def render(self, messages: Any, **kwargs: Any) -> list[int]:
-        rendered = self.tokenizer.apply_chat_template(
-            messages, **{"add_generation_prompt": True, **kwargs}
-        )
-        return list(rendered["input_ids"])
-
-    def generate(self, prompt: list[int], count: int) -> list[int]:
-        """The most likely tokens."""
-        ids = torch.tensor([prompt])
-        out = self.model.generate(
-            ids, attention_mask=torch.ones_like(ids), max_new_tokens=count, do_sample=False
-        )
-        return out[0, len(prompt) :].tolist()
-
-    @torch.no_grad()
-    def score(self, tokens: list[int]) -> torch.Tensor:
-        """Float32 [P - 1, V]: log-probabilities of what comes after each token but the last."""
-        return torch.log_softmax(self.model(torch.tensor([tokens])).logits[0, :-1], dim=-1)
-
-
 @pytest.fixture(scope="module")
 def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
     directory = tmp_path_factory.mktemp("model")
-    save_model(directory)
-    (directory / "chat_template.jinja").write_text(TEMPLATE)
+    save_chat_model(directory)
     return directory
 
 
 @pytest.fixture(scope="module")
 def reference(model_dir: Path) -> Reference:
     return open_reference(model_dir, torch.float32)
-
-
-def open_reference(model_dir: Path, dtype: torch.dtype) -> Reference:
-    model = AutoModelForCausalLM.from_pretrained(model_dir, dtype=dtype).eval()
-    return Reference(AutoTokenizer.from_pretrained(model_dir), model)
 
 
 @pytest.fixture(scope="module")
@@ -126,7 +80,7 @@ def test_chat_is_what_transformers_renders_generates_and_decodes(
     (choice,) = answer.choices
     assert answer.model_dump()["prompt_token_ids"] == prompt
     assert choice.model_dump()["token_ids"] == tokens
-    assert choice.message.content == reference.tokenizer.decode(tokens, skip_special_tokens=True)
+    assert choice.message.content == reference.decode(tokens)
     assert choice.logprobs is not None
     assert choice.logprobs.content is not None
     scores = reference.score([*prompt, *tokens])[len(prompt) - 1 :]
@@ -319,9 +273,7 @@ def test_the_default_model_writes_what_transformers_writes(tmp_path: Path) -> No
         pieces = [chunk.choices[0].text for chunk in stream]
     assert answer.model_dump()["prompt_token_ids"] == prompt
     assert answer.choices[0].model_dump()["token_ids"] == tokens
-    assert answer.choices[0].message.content == reference.tokenizer.decode(
-        tokens, skip_special_tokens=True
-    )
+    assert answer.choices[0].message.content == reference.decode(tokens)
     continued = reference.generate(reference.tokenizer.encode(emoji), 24)
     assert "".join(pieces[:-1]) in reference.tokenizer.decode(continued)
     assert "🦊" in "".join(pieces)

@@ -1,0 +1,46 @@
+"""/v1 when there is more than the server takes, and when clients go away."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+
+import httpx
+import pytest
+
+from tests.contract.conftest import MODEL
+from tests.harness import running_server
+
+FLAGS = ("--backend", "fake", "--base-model", MODEL, "--max-queued-samples", "1")
+LONG = {"model": MODEL, "prompt": [1], "max_tokens": 4000, "n": 1024}
+
+
+def test_a_full_queue_answers_429(tmp_path: Path) -> None:
+    with running_server(tmp_path, *FLAGS) as server:
+        url = f"{server.url}/v1/completions"
+        with httpx.stream("POST", url, json={**LONG, "stream": True}, timeout=60) as first:
+            chunks = first.iter_bytes()
+            next(chunks)
+            second = httpx.post(url, json=LONG, timeout=60)
+        assert second.status_code == 429
+        assert second.json()["error"]["type"] == "rate_limit_error"
+        assert second.headers["retry-after"]
+
+
+@pytest.mark.parametrize("stream", [True, False])
+def test_a_client_that_hangs_up_stops_the_generation(tmp_path: Path, stream: bool) -> None:
+    """The generation takes minutes; the one request that may run at a time does not wait for it."""
+    with running_server(tmp_path, *FLAGS) as server:
+        url = f"{server.url}/v1/completions"
+        if stream:
+            with httpx.stream("POST", url, json={**LONG, "stream": True}, timeout=60) as answer:
+                next(answer.iter_bytes())
+        else:
+            with pytest.raises(httpx.ReadTimeout):
+                httpx.post(url, json=LONG, timeout=0.5)
+        deadline = time.monotonic() + 30
+        short = {**LONG, "n": 1, "max_tokens": 1}
+        while (again := httpx.post(url, json=short, timeout=30)).status_code == 429:
+            assert time.monotonic() < deadline
+            time.sleep(0.05)
+        assert again.status_code == 200
