@@ -37,7 +37,7 @@ check: .venv/.installed-dev
 test: .venv/.installed-dev .venv-programs/.installed
 	$(BIN)/python -m pytest --ignore=tests/vllm $(ARGS)
 
-test-vllm: .venv/.installed-dev .venv-vllm/.installed
+test-vllm: .venv/.installed-dev .venv-vllm/.installed .venv-programs/.installed
 	$(BIN)/python -m pytest tests/vllm $(ARGS)
 
 vllm: .venv-vllm/.installed

@@ -171,11 +171,12 @@ class NewestWeights:
         """Publishes until what is published is current, or can't be."""
         try:
             while True:
-                await self._rest(publication)
+                asked = await self._rest(publication)
                 started = time.monotonic()
                 await self._publish_once(model_id, publication)
-                took_s = time.monotonic() - started
-                self._rest_until = time.monotonic() + took_s * (1 / UNASKED_SHARE - 1)
+                if not asked:
+                    took_s = time.monotonic() - started
+                    self._rest_until = max(self._rest_until, started) + took_s / UNASKED_SHARE
                 if not self._is_behind(model_id, publication):
                     return
         finally:
@@ -183,12 +184,14 @@ class NewestWeights:
             announce(publication)
             self._training.wake()
 
-    async def _rest(self, publication: Publication) -> None:
-        """Until it is time for weights that nobody waits for, or somebody does."""
+    async def _rest(self, publication: Publication) -> bool:
+        """Until it is time for weights that nobody waits for, or somebody does: then it is true."""
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(max(0.0, self._rest_until - time.monotonic())):
                 await publication.asked.wait()
+        asked = publication.asked.is_set()
         publication.asked.clear()
+        return asked
 
     def _is_behind(self, model_id: str, publication: Publication) -> bool:
         if self._sync == "on_request" or not self._training.has_run(model_id):

@@ -20,10 +20,19 @@ import numpy as np
 import openai
 import pytest
 import tinker
+import torch
 from tinker import types
 
+from hosted_tinker.default_model import ensure_default_model
 from tests.data import datum, next_token_datum
 from tests.harness import RunningServer, running_server, to_json_flag
+from tests.integration.openai_programs import (
+    Programs,
+    check_inspect,
+    check_litellm,
+    check_lm_eval,
+)
+from tests.integration.plain_transformers import open_reference
 
 MODEL = "HuggingFaceTB/SmolLM2-135M-Instruct"
 QUESTION = "What is the password?"
@@ -252,6 +261,17 @@ def test_json_schema_reaches_vllm(client: openai.OpenAI) -> None:
     assert json.loads(answer.choices[0].message.content or "")["animal"] in {"cat", "dog"}
 
 
+def test_programs_get_from_vllm_what_transformers_computes(
+    server: RunningServer, tmp_path: Path
+) -> None:
+    model_dir = ensure_default_model(print)
+    reference = open_reference(model_dir, torch.float32)
+    programs = Programs(f"{server.url}/v1", MODEL, model_dir, tmp_path)
+    check_litellm(programs, reference)
+    check_lm_eval(programs, reference)
+    check_inspect(programs, reference)
+
+
 def test_vllms_own_errors_reach_the_client(client: openai.OpenAI) -> None:
     with pytest.raises(openai.BadRequestError, match="temperature"):
         ask(client, MODEL, extra_body={"temperature": -1})
@@ -268,12 +288,9 @@ def test_a_client_that_hangs_up_stops_the_generation(
         extra_body={"ignore_eos": True},
     )
     next(iter(stream))
-    assert count_running() == 1
+    wait_until_running(1)
     stream.close()
-    deadline = time.monotonic() + 20
-    while count_running() > 0 and time.monotonic() < deadline:
-        time.sleep(0.2)
-    assert count_running() == 0
+    wait_until_running(0)
 
 
 def count_running() -> int:
@@ -285,6 +302,13 @@ def count_running() -> int:
         if line.startswith("vllm:num_requests_running")
     ]
     return int(sum(values))
+
+
+def wait_until_running(count: int) -> None:
+    deadline = time.monotonic() + 20
+    while (running := count_running()) != count:
+        assert time.monotonic() < deadline, f"{running} requests run"
+        time.sleep(0.1)
 
 
 def test_a_rank_that_vllm_cannot_serve_is_refused_when_the_run_is_created(
@@ -332,25 +356,24 @@ def test_killing_vllm_while_it_samples_costs_time_and_nothing_else(
     one = taught[0]
     sampler = one.run.save_weights_and_get_sampling_client().result()
     prompt = types.ModelInput.from_ints(one.prompt)
-    params = types.SamplingParams(max_tokens=60, temperature=0, stop=[])
+    params = types.SamplingParams(max_tokens=200, temperature=0, stop=[])
     pending = [sampler.sample(prompt, 1, params) for _ in range(2)]
     with ThreadPoolExecutor(1) as pool:
         through_openai = pool.submit(
             client.with_options(timeout=RECOVERY_S).chat.completions.create,
             model=one.model_id,
             messages=MESSAGES,
-            max_tokens=60,
+            max_tokens=200,
             temperature=0,
             extra_body={"ignore_eos": True},
         )
-        while count_running() < 3:
-            time.sleep(0.1)
+        wait_until_running(3)
         kill_vllm()
         outputs = [future.result(timeout=RECOVERY_S) for future in pending]
         content = through_openai.result(RECOVERY_S).choices[0].message.content or ""
     for output in outputs:
         tokens = output.sequences[0].tokens
-        assert len(tokens) == 60
+        assert len(tokens) == 200
         assert one.tokenizer.decode(tokens).startswith(one.answer)
     assert content.startswith(one.answer)
     for other in taught:
