@@ -17,6 +17,7 @@ from hosted_tinker.types import (
 )
 from hosted_tinker.workers.group import WorkerGroup
 
+BASE_PREFIX = "base@"
 LORA = LoraConfig(lora_rank=1, seed=0, train_mlp=False, train_unembed=False)
 """A fresh adapter is an exact no-op; the smallest one costs the least."""
 
@@ -36,7 +37,7 @@ class BaseAdapter:
         return await asyncio.shield(self._making)
 
     async def _make(self) -> AdapterRef:
-        name = f"base@{new_version()}"
+        name = f"{BASE_PREFIX}{new_version()}"
         await asyncio.to_thread(shutil.rmtree, self._directory, ignore_errors=True)
         self._directory.mkdir(parents=True)
         await self._trainer.call(CreateModel(name, LORA))

@@ -176,6 +176,13 @@ class Settings(BaseModel):
             pattern=r"^tml-\S+$",
         ),
     ] = None
+    cors_origins: Annotated[
+        tuple[str, ...],
+        Field(
+            description="Origins of web pages whose scripts may call the server, such as "
+            "http://localhost:3000; '*' for all. May be given more than once."
+        ),
+    ] = ()
     vllm_gpus: Annotated[
         str | None,
         Field(

@@ -4,6 +4,7 @@
     |-- UserError            the request cannot succeed as sent            400, category user
     |   |-- NotFoundError    it names a run, checkpoint or session unknown 404
     |   |-- TooLargeError    it is over a size limit                       413
+    |   |-- ContextError     it is over the model's context length         400
     |   |-- ForbiddenError   the key is missing or wrong                   401
     |   `-- UnservableError  this server's sampler can't do it             400
     |-- SettingsError        the server cannot start with these settings
@@ -47,6 +48,10 @@ class TooLargeError(UserError):
     """The request is over a size limit of the server."""
 
     http_status = 413
+
+
+class ContextError(UserError):
+    """Prompt and completion together are longer than the model's context."""
 
 
 class ForbiddenError(UserError):

@@ -41,6 +41,11 @@ class Sampler(Protocol):
         """What it is doing while it is not ready, for people to read."""
         ...
 
+    @property
+    def context_length(self) -> int | None:
+        """The most tokens of one sequence; None until it is known."""
+        ...
+
     def describe(self) -> str:
         """What it is, for people to read."""
         ...
@@ -72,6 +77,7 @@ class EmbeddedSampler:
     def __init__(self, group: WorkerGroup) -> None:
         self.group = group
         self._text_model: TextModel | None = None
+        self._text_lock = asyncio.Lock()
 
     @property
     def state(self) -> GroupState:
@@ -80,6 +86,10 @@ class EmbeddedSampler:
     @property
     def phase(self) -> str:
         return self.group.phase
+
+    @property
+    def context_length(self) -> int | None:
+        return self.group.base_model and self.group.base_model.context_length
 
     def describe(self) -> str:
         return "embedded engine (no vllm_gpus and no vllm_url are set)"
@@ -116,9 +126,11 @@ class EmbeddedSampler:
 
     async def get_text_model(self) -> TextModel:
         """Raises UserError if the base model comes without a tokenizer."""
-        if self._text_model is None:
-            self._text_model = TextModel(await self.group.call(DescribeTokenizer()))
-        return self._text_model
+        async with self._text_lock:
+            if self._text_model is None:
+                described = await self.group.call(DescribeTokenizer())
+                self._text_model = await asyncio.to_thread(TextModel, described)
+            return self._text_model
 
     async def cancel(self, request_id: str) -> None:
         if self.group.state is GroupState.READY:
@@ -160,6 +172,11 @@ class VllmSampler:
         if self.fallback is None or self.fallback.state is not GroupState.LOADING:
             return self.pool.phase
         return f"{self.pool.phase}; embedded engine: {self.fallback.phase}"
+
+    @property
+    def context_length(self) -> int | None:
+        base, facts = self._trainer.base_model, self.pool.facts
+        return min(base.context_length, facts.max_model_len) if base and facts else None
 
     def describe(self) -> str:
         urls = " ".join(self.pool.urls)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from fastapi import FastAPI
 from fastapi.exceptions import RequestValidationError
 from starlette.exceptions import HTTPException
+from starlette.middleware.cors import CORSMiddleware
 
 from hosted_tinker import __version__
 from hosted_tinker.api import (
@@ -45,6 +46,15 @@ def create_app(server: Server) -> FastAPI:
     app.add_exception_handler(HTTPException, answer_http_error)
     app.add_exception_handler(Exception, answer_unexpected)
     app.add_middleware(BodyLimit, max_bytes=server.settings.max_request_bytes)
-    # Added last, so asked first: nothing of a stranger's request is read.
+    # Added later, so asked earlier: nothing of a stranger's request is read.
     app.add_middleware(KeyRequired, api_key=server.settings.api_key)
+    if server.settings.cors_origins:
+        # Browsers ask, without a key, whether they may send one.
+        app.add_middleware(
+            CORSMiddleware,
+            allow_origins=server.settings.cors_origins,
+            allow_methods=["*"],
+            allow_headers=["*"],
+            expose_headers=["*"],
+        )
     return app

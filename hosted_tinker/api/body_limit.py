@@ -3,12 +3,14 @@ answer and not a broken connection (which the SDK would retry for minutes)."""
 
 from __future__ import annotations
 
-import json
 from collections.abc import MutableMapping
 from typing import Any
 
+from starlette.requests import Request
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from hosted_tinker.api.error_answers import answer_error
+from hosted_tinker.errors import TooLargeError
 from hosted_tinker.wire.proto_requests import PREFIX_BYTES
 
 CUT_KEY = "hosted_tinker.body_cut"
@@ -37,7 +39,11 @@ class BodyLimit:
             return
         body, cut = read
         if cut and scope["path"] != CUT_BODIES_GO_TO:
-            await self._refuse(send)
+            error = TooLargeError(
+                f"request body is over the limit of {self._max_bytes} bytes (max_request_bytes)"
+            )
+            answer = await answer_error(Request(scope), error)
+            await answer(scope, receive, send)
             return
         scope[CUT_KEY] = cut
         messages: list[Message] = [{"type": "http.request", "body": body, "more_body": False}]
@@ -68,14 +74,3 @@ class BodyLimit:
             more = message.get("more_body", False)
         body = b"".join(parts)
         return (body[:PREFIX_BYTES], True) if size > self._max_bytes else (body, False)
-
-    async def _refuse(self, send: Send) -> None:
-        detail = f"request body is over the limit of {self._max_bytes} bytes (max_request_bytes)"
-        await send(
-            {
-                "type": "http.response.start",
-                "status": 413,
-                "headers": [(b"content-type", b"application/json")],
-            }
-        )
-        await send({"type": "http.response.body", "body": json.dumps({"detail": detail}).encode()})

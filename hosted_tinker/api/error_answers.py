@@ -10,8 +10,8 @@ from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse
 from starlette.exceptions import HTTPException
 
-from hosted_tinker.errors import HostedTinkerError, NotFoundError, UserError, WorkerFailedError
-from hosted_tinker.openai_api.errors import to_openai_error
+from hosted_tinker.errors import HostedTinkerError, UserError, WorkerFailedError
+from hosted_tinker.openai_api.errors import make_body, to_openai_error
 
 logger = logging.getLogger(__name__)
 
@@ -42,9 +42,9 @@ async def answer_http_error(request: Request, error: Exception) -> Response:
     """No such route, or another method."""
     assert isinstance(error, HTTPException)
     if request.url.path.startswith(OPENAI_PREFIX):
-        return await answer_error(
-            request, NotFoundError(f"{request.method} {request.url.path}: {error.detail}")
-        )
+        message = f"{request.method} {request.url.path}: {error.detail}"
+        body = make_body(error.status_code, message)
+        return JSONResponse(body, error.status_code, error.headers)
     return JSONResponse({"detail": error.detail}, error.status_code, error.headers)
 
 

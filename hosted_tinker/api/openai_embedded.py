@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import uuid
 from collections.abc import AsyncGenerator, Sequence
 from typing import Any
@@ -55,7 +56,7 @@ async def answer_completion(
     request = parse_completion(body)
     base = await engine.wait_ready()
     text_model = await engine.get_text_model()
-    prompts = encode_prompts(request, text_model)
+    prompts = await asyncio.to_thread(encode_prompts, request, text_model)
     samples = [make_completion_sample(served, prompt, request, base) for prompt in prompts]
     completions = Completions(request, served, text_model, prompts)
     if request.stream:

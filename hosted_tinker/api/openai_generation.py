@@ -5,6 +5,8 @@ These are plain ASGI endpoints: a proxied stream passes through without being ta
 
 from __future__ import annotations
 
+import contextlib
+import uuid
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, cast
@@ -49,28 +51,51 @@ class Generation:
     answer_embedded: Answer | None
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        body = parse_body(await Request(scope, receive).body())
-        served = await find_weights(self.server, body["model"])
-        with self.server.holds.hold(served.adapter), self.server.sampling.take_room():
-            headers = describe_weights(served)
+        request = Request(scope, receive)
+        body = parse_body(await request.body())
+        with self.server.sampling.take_room(), contextlib.ExitStack() as holding:
+            served = await run_until_disconnect(self._hold(body["model"], holding), receive)
+            if served is None:
+                return
+            headers = {**describe_weights(served), "x-request-id": name_request(request)}
+            refusal = None
             sampler = self.server.sampler
-            if isinstance(sampler, VllmSampler) and not sampler.is_refused(served.adapter):
-                request = Forwarding(self.path, body, served.adapter, headers)
-                try:
-                    await forward(sampler.pool, request, receive, send)
-                except UnservableError as error:
-                    if sampler.fallback is None:
-                        raise UnservableError(f"{error}; or use {FALLBACK_FLAG}") from error
-                else:
+            if isinstance(sampler, VllmSampler):
+                forwarding = Forwarding(self.path, body, served.adapter, headers)
+                refusal = await self._forward(sampler, forwarding, receive, send)
+                if refusal is None:
                     return
-            response = await run_until_disconnect(self._answer_embedded(served, body), receive)
+            answering = self._answer_embedded(served, body, refusal)
+            response = await run_until_disconnect(answering, receive)
             if response is not None:
                 response.headers.update(headers)
                 await response(scope, receive, send)
 
-    async def _answer_embedded(self, served: ServedWeights, body: dict[str, Any]) -> Response:
+    async def _hold(self, model: str, holding: contextlib.ExitStack) -> ServedWeights:
+        served = await find_weights(self.server, model)
+        holding.enter_context(self.server.holds.hold(served.adapter))
+        return served
+
+    async def _forward(
+        self, sampler: VllmSampler, request: Forwarding, receive: Receive, send: Send
+    ) -> UnservableError | None:
+        """None when it is answered, or why the embedded engine must do it."""
+        if sampler.is_refused(request.adapter):
+            return UnservableError("vLLM refuses this run's adapter")
+        try:
+            await forward(sampler.pool, request, receive, send)
+        except UnservableError as error:
+            if sampler.fallback is None:
+                raise UnservableError(f"{error}; or use {FALLBACK_FLAG}") from error
+            return error
+        return None
+
+    async def _answer_embedded(
+        self, served: ServedWeights, body: dict[str, Any], refusal: UnservableError | None
+    ) -> Response:
         if self.answer_embedded is None:
-            raise UnservableError(f"{self.path} needs a vLLM sampler; this server samples without")
+            reason = refusal or "this server samples without"
+            raise UnservableError(f"{self.path} needs a vLLM sampler: {reason}")
         return await self.answer_embedded(self.server, served, body)
 
 
@@ -86,6 +111,11 @@ def parse_body(raw: bytes) -> dict[str, Any]:
     if not isinstance(fields.get("model"), str):
         raise UserError(f"model = {fields.get('model')!r}; accepted: the id of a model, a string")
     return fields
+
+
+def name_request(request: Request) -> str:
+    """The client's id of the request, or a new one."""
+    return request.headers.get("x-request-id") or f"req_{uuid.uuid4().hex}"
 
 
 def describe_weights(served: ServedWeights) -> dict[str, str]:

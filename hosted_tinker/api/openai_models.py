@@ -7,6 +7,7 @@ from typing import Any
 from fastapi import APIRouter
 
 from hosted_tinker.api.context import ServerDep
+from hosted_tinker.base_adapter import BASE_PREFIX
 from hosted_tinker.errors import NotFoundError, UserError
 from hosted_tinker.served_weights import ServedWeights
 from hosted_tinker.server import Server
@@ -28,16 +29,21 @@ async def list_models(server: ServerDep) -> dict[str, Any]:
     for model_id in dict.fromkeys([*live, *weights]):
         models.append(encode_run(server, model_id, weights.get(model_id)))
     checkpoints, _ = server.metadata.list_checkpoints()
-    models += [encode_checkpoint(server, one) for one in checkpoints if is_for_sampling(one)]
+    models += [
+        encode_kept(server, str(one.path), one) for one in checkpoints if is_for_sampling(one)
+    ]
     return {"object": "list", "data": models}
 
 
 @router.get("/models/{model:path}")
 async def get_model(model: str, server: ServerDep) -> dict[str, Any]:
-    listed = (await list_models(server))["data"]
-    for entry in listed:
-        if entry["id"] == model:
-            return entry
+    """Any id that a request may name."""
+    if model in server.names or model.startswith(BASE_PREFIX):
+        return encode_base(server, model)
+    if names_kept(model):
+        return encode_kept(server, model, find_kept(server, model))
+    if server.metadata.has_run(model):
+        return encode_run(server, model, server.metadata.find_run_weights(model))
     raise make_unknown(server, model)
 
 
@@ -51,50 +57,59 @@ async def find_weights(server: Server, model: str) -> ServedWeights:
     if model in server.names:
         run = find_newest_run(server) if server.settings.serve_latest else None
         return ServedWeights(model, None) if run is None else await find_run(server, model, run)
-    if model.startswith("tinker://"):
-        return find_checkpoint(server, model)
-    if VERSION_MARK in model:
-        return find_version(server, model)
+    if model.startswith(BASE_PREFIX):
+        return ServedWeights(model, None)
+    if names_kept(model):
+        return to_served(server, model, find_kept(server, model))
     if server.metadata.has_run(model):
         return await find_run(server, model, model)
     raise make_unknown(server, model)
 
 
 async def find_run(server: Server, model: str, model_id: str) -> ServedWeights:
-    weights = await server.newest.get(model_id)
-    adapter = server.files.resolve_adapter(weights.adapter)
-    return ServedWeights(model, adapter, model_id, weights.step)
+    return to_served(server, model, await server.newest.get(model_id))
 
 
-def find_checkpoint(server: Server, model: str) -> ServedWeights:
+def names_kept(model: str) -> bool:
+    """Whether the id is of certain weights: a checkpoint's path, or a version."""
+    return model.startswith("tinker://") or VERSION_MARK in model
+
+
+def find_kept(server: Server, model: str) -> Checkpoint | RunWeights:
+    """Raises UserError for a checkpoint that can't be sampled, NotFoundError if it is not kept."""
+    if not model.startswith("tinker://"):
+        return find_version(server, model)
     path = parse_tinker_path(model)
     if path.kind is not CheckpointKind.SAMPLER:
         raise UserError(
             f"model {model!r} is a training checkpoint; sampling needs one of "
             "save_weights_for_sampler (tinker://MODEL_ID/sampler_weights/NAME)"
         )
-    return to_served(server, model, server.metadata.get_checkpoint(path))
+    return server.metadata.get_checkpoint(path)
 
 
-def find_version(server: Server, model: str) -> ServedWeights:
+def find_version(server: Server, model: str) -> Checkpoint | RunWeights:
     """An adapter by the name that an earlier answer gave, as long as something keeps it."""
     model_id, _, version = model.rpartition(VERSION_MARK)
     weights = server.metadata.find_run_weights(model_id)
     if weights is not None and weights.version == version:
-        adapter = server.files.resolve_adapter(weights.adapter)
-        return ServedWeights(model, adapter, model_id, weights.step)
+        return weights
     checkpoint = server.metadata.find_checkpoint_of_version(model_id, version)
     if checkpoint is None or not is_for_sampling(checkpoint):
         raise NotFoundError(
             f"model {model!r}: this version of the run's weights is not kept any more; ask for "
             f"the run's newest, {model_id!r}, or for a sampler checkpoint"
         )
-    return to_served(server, model, checkpoint)
+    return checkpoint
 
 
-def to_served(server: Server, model: str, checkpoint: Checkpoint) -> ServedWeights:
-    adapter = server.files.resolve_adapter(checkpoint.adapter)
-    return ServedWeights(model, adapter, checkpoint.path.model_id, checkpoint.step)
+def to_served(server: Server, model: str, kept: Checkpoint | RunWeights) -> ServedWeights:
+    adapter = server.files.resolve_adapter(kept.adapter)
+    return ServedWeights(model, adapter, get_run_id(kept), kept.step)
+
+
+def get_run_id(kept: Checkpoint | RunWeights) -> str:
+    return kept.model_id if isinstance(kept, RunWeights) else kept.path.model_id
 
 
 def find_newest_run(server: Server) -> str | None:
@@ -120,7 +135,6 @@ def make_unknown(server: Server, model: str) -> NotFoundError:
 
 
 def encode_base(server: Server, name: str) -> dict[str, Any]:
-    base_model = server.trainer.base_model
     return {
         "id": name,
         "object": "model",
@@ -128,33 +142,35 @@ def encode_base(server: Server, name: str) -> dict[str, Any]:
         "owned_by": "hosted-tinker",
         "root": name,
         "parent": None,
-        "max_model_len": base_model and base_model.context_length,
+        "max_model_len": server.sampler.context_length,
     }
 
 
 def encode_run(server: Server, model_id: str, weights: RunWeights | None) -> dict[str, Any]:
     """`step` and `adapter` are of the weights that would answer a request that came now, or None
     while they wait for the first request."""
+    if weights is not None:
+        return encode_kept(server, model_id, weights)
     run = server.metadata.get_run(model_id)
     return {
         **encode_base(server, run.base_model),
         "id": model_id,
-        "created": int(weights.created_at if weights else run.created_at),
+        "created": int(run.created_at),
         "parent": run.base_model,
         "run": model_id,
-        "step": weights and weights.step,
-        "adapter": weights and weights.adapter.name,
+        "step": None,
+        "adapter": None,
     }
 
 
-def encode_checkpoint(server: Server, checkpoint: Checkpoint) -> dict[str, Any]:
-    run = server.metadata.get_run(checkpoint.path.model_id)
+def encode_kept(server: Server, id: str, kept: Checkpoint | RunWeights) -> dict[str, Any]:
+    run = server.metadata.get_run(get_run_id(kept))
     return {
         **encode_base(server, run.base_model),
-        "id": str(checkpoint.path),
-        "created": int(checkpoint.created_at),
+        "id": id,
+        "created": int(kept.created_at),
         "parent": run.base_model,
         "run": run.model_id,
-        "step": checkpoint.step,
-        "adapter": checkpoint.adapter.name,
+        "step": kept.step,
+        "adapter": kept.adapter.name,
     }

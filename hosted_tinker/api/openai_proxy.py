@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
-from collections.abc import Mapping
+from collections.abc import AsyncGenerator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -24,7 +24,12 @@ logger = logging.getLogger(__name__)
 
 ATTEMPTS = 3
 """A request whose replica died before the first byte of an answer is sent again."""
-PASSED_HEADERS = ("content-type", "retry-after", "x-request-id")
+PASSED_HEADERS = ("content-type", "retry-after")
+END_OF_EVENT = b"\n\n"
+ERROR_EVENT = b'data: {"error"'
+"""How an error begins that vLLM sends in a stream, under status 200."""
+ABORTED = b'"finish_reason":"abort"'
+"""What stands in an answer that vLLM has dropped. Text can't hold it: its quotes are escaped."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,8 +57,12 @@ class Forwarding:
     @property
     def scores_prompt(self) -> bool:
         """Whether it asks for log-probabilities of its prompt."""
-        echoes = bool(self.body.get("echo")) and self.body.get("logprobs") not in (None, False)
-        return echoes or self.body.get("prompt_logprobs") is not None
+        if self.body.get("prompt_logprobs") is not None:
+            return True
+        logprobs = self.body.get("logprobs")
+        # With echo vLLM scores the prompts of chats always, and those of texts if logprobs is 0 too.
+        wanted = "messages" in self.body or (logprobs is not None and logprobs is not False)
+        return bool(self.body.get("echo")) and wanted
 
 
 async def forward(pool: ReplicaPool, request: Forwarding, receive: Receive, send: Send) -> None:
@@ -87,20 +96,47 @@ async def answer_from(replica: Replica, request: Forwarding, send: Send) -> bool
             upstream = await stack.enter_async_context(replica.client.open(request.path, payload))
             if not await is_answer(replica, request, upstream.status):
                 return False
+            # vLLM sends the headers of a stream before it has begun with the request.
+            parts = read_parts(upstream)
+            first = await anext(parts, b"")
+            if ABORTED in first or (ERROR_EVENT in first and not await replica.is_alive()):
+                return False
         except (aiohttp.ClientError, OSError, ReplicaGoneError) as error:
             replica.report_failure(error)
             return False
         await send(make_start(upstream, request.headers))
+        await send({"type": "http.response.body", "body": first, "more_body": True})
+        well = upstream.status == 200 and ERROR_EVENT not in first
         try:
-            async for chunk in upstream.content.iter_any():
-                await send({"type": "http.response.body", "body": chunk, "more_body": True})
-        except (aiohttp.ClientError, OSError) as error:
+            async for part in parts:
+                if ABORTED in part:
+                    raise ReplicaGoneError("it dropped a request")
+                well = well and ERROR_EVENT not in part
+                await send({"type": "http.response.body", "body": part, "more_body": True})
+        except (aiohttp.ClientError, OSError, ReplicaGoneError) as error:
             replica.report_failure(error)
-            await send_broken_off(upstream, send)
+            await send({"type": "http.response.body", "body": make_broken_off()})
             return True
         await send({"type": "http.response.body", "body": b""})
-        replica.note_success()
+        if well:
+            replica.note_success()
+        else:
+            await replica.is_alive()
     return True
+
+
+async def read_parts(upstream: aiohttp.ClientResponse) -> AsyncGenerator[bytes]:
+    """The events of a stream, whole ones, as they come; of anything else the whole body."""
+    if not upstream.content_type.startswith("text/event-stream"):
+        yield await upstream.read()
+        return
+    rest = b""
+    async for chunk in upstream.content.iter_any():
+        events, mark, rest = (rest + chunk).rpartition(END_OF_EVENT)
+        if mark:
+            yield events + mark
+    if rest:
+        yield rest
 
 
 async def is_answer(replica: Replica, request: Forwarding, status: int) -> bool:
@@ -122,11 +158,8 @@ def make_start(upstream: aiohttp.ClientResponse, headers: Mapping[str, str]) -> 
     }
 
 
-async def send_broken_off(upstream: aiohttp.ClientResponse, send: Send) -> None:
-    """Ends a stream with an error that clients know. Anything else is cut: it can't be whole."""
+def make_broken_off() -> bytes:
+    """The end of a stream: an error that clients know."""
     error = SamplerDownError("the sampler died while it answered; send the request again")
-    if not upstream.content_type.startswith("text/event-stream"):
-        raise error
     _, body = to_openai_error(error)
-    event = b"data: " + orjson.dumps(body) + b"\n\n"
-    await send({"type": "http.response.body", "body": event})
+    return b"data: " + orjson.dumps(body) + END_OF_EVENT

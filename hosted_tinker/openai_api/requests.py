@@ -26,6 +26,7 @@ NEUTRAL: Mapping[str, tuple[Any, ...]] = {
     "min_p": (0,),
     "min_tokens": (0,),
     "modalities": (["text"],),
+    "moderation": (),
     "presence_penalty": (0,),
     "prompt_logprobs": (),
     "reasoning_effort": ("none",),
@@ -37,6 +38,7 @@ NEUTRAL: Mapping[str, tuple[Any, ...]] = {
     "tools": ([],),
     "truncate_prompt_tokens": (),
     "use_beam_search": (False,),
+    "web_search_options": (),
 }
 """Parameters that would change the answer -> values that do not."""
 IGNORED = {
@@ -45,6 +47,8 @@ IGNORED = {
     "prediction",
     "priority",
     "prompt_cache_key",
+    "prompt_cache_options",
+    "prompt_cache_retention",
     "request_id",
     "safety_identifier",
     "service_tier",
@@ -76,7 +80,8 @@ RESERVED_TEMPLATE_KWARGS = {
 class StreamOptions(BaseModel):
     model_config = ConfigDict(extra="ignore")
 
-    include_usage: bool = False
+    include_usage: bool | None = False
+    continuous_usage_stats: bool | None = False
 
 
 class GenerationRequest(BaseModel):
@@ -105,7 +110,7 @@ class GenerationRequest(BaseModel):
 
     @property
     def include_usage(self) -> bool:
-        return self.stream_options is not None and self.stream_options.include_usage
+        return self.stream_options is not None and bool(self.stream_options.include_usage)
 
     def to_params(self, max_tokens: int | None) -> SamplingParams:
         """Raises UserError for what the engine can't combine."""
@@ -167,11 +172,13 @@ class Message(BaseModel):
     def to_template(self) -> dict[str, Any]:
         """Templates of text models take strings, so parts become lines, as with vLLM; and they
         take arguments of tool calls as objects, where OpenAI has JSON in a string."""
-        fields = self.model_dump(exclude_unset=True)
+        fields = self.model_dump(exclude_unset=True, exclude_none=True)
         content = self.content
         if isinstance(content, list):
             content = "\n".join(part.text for part in content)
-        if self.tool_calls is not None:
+        # Templates ask whether there are tool calls by the field alone.
+        fields.pop("tool_calls", None)
+        if self.tool_calls:
             fields["tool_calls"] = [parse_arguments(call) for call in self.tool_calls]
         return {**fields, "content": content or ""}
 
@@ -230,7 +237,7 @@ def parse_completion(body: Mapping[str, Any]) -> CompletionRequest:
 def parse_chat(body: Mapping[str, Any]) -> ChatRequest:
     """Raises UserError, or UnservableError for what only vLLM has."""
     request = _parse(ChatRequest, body)
-    if request.top_logprobs is not None and not request.logprobs:
+    if request.top_logprobs and not request.logprobs:
         raise UserError(f"top_logprobs = {request.top_logprobs} needs logprobs = true")
     for name in sorted(RESERVED_TEMPLATE_KWARGS & set(request.chat_template_kwargs or ())):
         raise UserError(f"chat_template_kwargs has {name!r}, which is not the template's")
@@ -246,6 +253,8 @@ def _parse(model: type[Request], body: Mapping[str, Any]) -> Request:
         request = model.model_validate(fields)
     except ValidationError as error:
         raise UserError("; ".join(describe(item) for item in error.errors()[:5])) from error
+    if request.stream_options is not None and request.stream_options.continuous_usage_stats:
+        raise UnservableError("stream_options.continuous_usage_stats needs a vLLM sampler")
     for name, value in (request.model_extra or {}).items():
         if value is None or name in IGNORED or value in NEUTRAL.get(name, ()):
             continue

@@ -67,21 +67,28 @@ class ReplicaPool:
         waiting = [one.phase for one in self._replicas if one.state is not GroupState.READY]
         return "; ".join(waiting) or ("ready" if self._replicas else "starting")
 
+    @property
+    def facts(self) -> EngineFacts | None:
+        """What holds for every replica that has been ready; None before the first is."""
+        facts = [one.facts for one in self._replicas if one.facts is not None]
+        if not facts:
+            return None
+        return EngineFacts(
+            min(one.max_model_len for one in facts),
+            all(one.scales_logprobs for one in facts),
+            any(one.on_cpu for one in facts),
+        )
+
     async def wait_ready(self) -> EngineFacts:
-        """What holds for every replica that has been ready.
+        """The facts, once a replica is ready.
 
         Raises:
             HostedTinkerError: all replicas have failed for good; the reason of the first.
         """
         await self._started.wait()
         while True:
-            facts = [one.facts for one in self._replicas if one.facts is not None]
-            if facts and self.state is GroupState.READY:
-                return EngineFacts(
-                    min(one.max_model_len for one in facts),
-                    all(one.scales_logprobs for one in facts),
-                    any(one.on_cpu for one in facts),
-                )
+            if (facts := self.facts) is not None and self.state is GroupState.READY:
+                return facts
             await self._wait_change()
 
     async def sample(self, sample: Sample) -> SampleOutput:

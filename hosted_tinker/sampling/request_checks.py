@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 
-from hosted_tinker.errors import UserError
+from hosted_tinker.errors import ContextError, UserError
 from hosted_tinker.types import BaseModelInfo, Sample, SamplingParams
 
 MAX_TOPK_LOGPROBS = 1000
@@ -36,9 +36,9 @@ def check_length(prompt_tokens: int, max_tokens: int | None, context_length: int
     asked = prompt_tokens + (max_tokens or 1)
     if asked > context_length:
         wanted = "at least 1" if max_tokens is None else str(max_tokens)
-        raise UserError(
-            f"prompt of {prompt_tokens} tokens plus max_tokens of {wanted} is {asked}, over the "
-            f"context length of {context_length}"
+        raise ContextError(
+            f"this model's maximum context length is {context_length} tokens; prompt of "
+            f"{prompt_tokens} tokens plus max_tokens of {wanted} is {asked}"
         )
 
 

@@ -264,7 +264,7 @@ def test_text_parts_become_lines(openai_client: openai.OpenAI) -> None:
         ({"extra_body": {"mirostat": 2}}, "mirostat is not a known parameter"),
         ({"temperature": -1}, "temperature = -1"),
         ({"top_p": 0}, "top_p = 0"),
-        ({"max_tokens": 100_000}, "100000.* context length of 4096"),
+        ({"max_tokens": 100_000}, "context length is 4096 .* 100000"),
         ({"n": 0}, "n = 0"),
         ({"top_logprobs": 2}, "needs logprobs"),
         ({"messages": []}, "messages"),
