@@ -47,7 +47,9 @@ def main() -> None:
     arguments = parser.parse_args()
     config = Config(arguments.concurrency, arguments.rounds, arguments.max_tokens)
     model = find_model(arguments.model)
-    with running_vllm(arguments.vllm_python, model, args=arguments.vllm_args) as vllm_url:
+    with running_vllm(
+        arguments.vllm_python, model, max_lora_rank=8, args=arguments.vllm_args
+    ) as vllm_url:
         flags = ("--base-model", str(model), "--served-model-name", SERVED)
         with running_server(*flags, "--vllm-url", vllm_url, *cpu_flags()) as url:
             run_id, adapter = make_adapter(url)

@@ -41,8 +41,10 @@ class BaseAdapter:
         await asyncio.to_thread(shutil.rmtree, self._directory, ignore_errors=True)
         self._directory.mkdir(parents=True)
         await self._trainer.call(CreateModel(name, LORA))
-        await self._trainer.call(CaptureState(name, name, with_optimizer=False))
-        await self._trainer.call(UnloadModel(name))
+        try:
+            await self._trainer.call(CaptureState(name, name, with_optimizer=False))
+        finally:
+            await self._trainer.call(UnloadModel(name))
         await self._trainer.call(PersistState(name, self._directory))
         return AdapterRef(name, self._directory)
 

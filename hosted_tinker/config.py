@@ -23,6 +23,12 @@ from hosted_tinker.errors import SettingsError
 
 ENV_PREFIX = "HOSTED_TINKER_"
 SECRET_FIELDS = {"api_key", "vllm_api_key"}
+OWN_VLLM_FLAGS = {
+    "--api-key": "the server, which draws one",
+    "--host": "the server",
+    "--port": "vllm_port",
+}
+VLLM_ONLY = {"embedded_fallback", "vllm_state_dir", "vllm_url_on_cpu"}
 BackendName = Literal["pytorch", "fake"]
 
 
@@ -257,6 +263,7 @@ class Settings(BaseModel):
         Field(
             description="Highest LoRA rank that the vLLM started here serves; memory grows with it.",
             ge=1,
+            le=512,
         ),
     ] = 64
     vllm_start_timeout_s: Annotated[
@@ -353,20 +360,23 @@ class Settings(BaseModel):
     @field_validator("vllm_url")
     @classmethod
     def _check_urls(cls, urls: tuple[str, ...]) -> tuple[str, ...]:
-        for url in urls:
-            if not re.fullmatch(r"https?://[^/\s]+", url.rstrip("/").removesuffix("/v1")):
+        plain = tuple(url.rstrip("/").removesuffix("/v1") for url in urls)
+        for url in plain:
+            if not re.fullmatch(r"https?://[^/\s]+", url):
                 raise ValueError(f"{url!r} is not an address such as http://127.0.0.1:8001")
-        if len(set(urls)) < len(urls):
+        if len(set(plain)) < len(plain):
             raise ValueError("an address is there twice")
-        return tuple(url.rstrip("/").removesuffix("/v1") for url in urls)
+        return plain
 
     @field_validator("vllm_args")
     @classmethod
     def _check_arguments(cls, arguments: str) -> str:
         try:
-            shlex.split(arguments)
+            flags = {argument.partition("=")[0] for argument in shlex.split(arguments)}
         except ValueError as error:
             raise ValueError(f"not a command line: {error}") from error
+        for flag in sorted(flags & OWN_VLLM_FLAGS.keys()):
+            raise ValueError(f"{flag} is set by {OWN_VLLM_FLAGS[flag]}")
         return arguments
 
     @model_validator(mode="before")
@@ -386,6 +396,12 @@ class Settings(BaseModel):
             raise ValueError(
                 "vllm_gpus starts a vLLM server and vllm_url uses one that runs already; keep one"
             )
+        if not self.uses_vllm:
+            idle = sorted(VLLM_ONLY & self.model_fields_set)
+            if idle and any(getattr(self, name) for name in idle):
+                raise ValueError(f"{', '.join(idle)}: no vLLM is used; set vllm_gpus or vllm_url")
+        if self.vllm_gpus == "cpu" and (self.vllm_tp or 1) > 1:
+            raise ValueError(f"vllm_tp = {self.vllm_tp}; accepted with vllm_gpus 'cpu': 1")
         if self.uses_vllm and self.backend == "fake":
             raise ValueError("backend fake has no weights that vLLM could load")
         return self

@@ -91,6 +91,10 @@ class NewestWeights:
 
     def note_change(self, model_id: str) -> None:
         """A run has new weights. Those that it was created with wait until they are asked for."""
+        try:
+            self._metadata.mark_run_weights_outdated(model_id)
+        except sqlite3.Error:
+            logger.exception("weights not marked as outdated model_id=%s", model_id)
         generation = self._training.get_progress(model_id).generation
         if self._sync == "every_step" and generation > FIRST_GENERATION:
             self._ensure_publishing(model_id)
@@ -105,7 +109,11 @@ class NewestWeights:
         failed = publication.failure is not None and publication.failure[0] >= generation
         if failed and publication.weights is not None:
             # Older ones must not pass for the run's newest after it has ended.
-            self._metadata.delete_run_weights(model_id)
+            try:
+                self._metadata.delete_run_weights(model_id)
+            except sqlite3.Error:
+                logger.exception("run is kept in memory model_id=%s", model_id)
+                return False
         if failed or generation <= max(publication.generation, FIRST_GENERATION):
             del self._publications[model_id]
             return True
@@ -200,6 +208,11 @@ class NewestWeights:
         failed = publication.failure[0] if publication.failure else 0
         return current > max(publication.generation, failed)
 
+    def _is_outdated(self, model_id: str, generation: int) -> bool:
+        """Whether the run has had newer weights since."""
+        has_run = self._training.has_run(model_id)
+        return has_run and self._training.get_progress(model_id).generation > generation
+
     async def _publish_once(self, model_id: str, publication: Publication) -> None:
         started = time.monotonic()
         publication.failure = None
@@ -214,6 +227,8 @@ class NewestWeights:
             with self._holds.hold(adapter):
                 await self._sampler.load(adapter)
                 self._metadata.put_run_weights(weights)
+                if self._is_outdated(model_id, generation):
+                    self._metadata.mark_run_weights_outdated(model_id)
         except (HostedTinkerError, OSError, sqlite3.Error) as error:
             logger.warning("weights not published model_id=%s error=%s", model_id, error)
             publication.failure = (generation, to_own_error(error))

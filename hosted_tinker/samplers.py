@@ -6,6 +6,7 @@ import asyncio
 import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import Any, Protocol
 
 from hosted_tinker.errors import UnservableError, WorkerDiedError
@@ -60,6 +61,11 @@ class Sampler(Protocol):
 
     async def cancel(self, request_id: str) -> None:
         """Ends a running request with an error. Unknown ids are ignored."""
+        ...
+
+    @property
+    def held_adapters(self) -> Mapping[str, Path]:
+        """Name -> directory of those whose files may be read again."""
         ...
 
     async def load(self, adapter: AdapterRef) -> None:
@@ -136,6 +142,10 @@ class EmbeddedSampler:
         if self.group.state is GroupState.READY:
             await self.group.call(CancelSample(request_id))
 
+    @property
+    def held_adapters(self) -> Mapping[str, Path]:
+        return {}
+
     async def load(self, adapter: AdapterRef) -> None:
         pass
 
@@ -156,7 +166,7 @@ class VllmSampler:
         self.pool = pool
         self.fallback = fallback
         self._trainer = trainer
-        self._refused: set[str] = set()
+        self._refused: dict[str, Path] = {}
 
     @property
     def state(self) -> GroupState:
@@ -183,8 +193,9 @@ class VllmSampler:
         return f"vLLM at {urls}" + (", embedded engine for the rest" if self.fallback else "")
 
     async def wait_ready(self) -> BaseModelInfo:
-        base = await self._trainer.wait_ready()
-        facts = await self.pool.wait_ready()
+        # What both have said once is true while one of them is started anew.
+        base = self._trainer.base_model or await self._trainer.wait_ready()
+        facts = self.pool.facts or await self.pool.wait_ready()
         return replace(base, context_length=min(base.context_length, facts.max_model_len))
 
     async def sample(self, sample: Sample) -> SampleOutput:
@@ -210,6 +221,10 @@ class VllmSampler:
         if self.fallback is not None:
             await self.fallback.cancel(request_id)
 
+    @property
+    def held_adapters(self) -> Mapping[str, Path]:
+        return {**self.pool.held_adapters(), **self._refused}
+
     async def load(self, adapter: AdapterRef) -> None:
         """Loads it into every replica that is up; the others load it when they are asked for it."""
         try:
@@ -224,10 +239,10 @@ class VllmSampler:
                 adapter.name,
                 error,
             )
-            self._refused.add(adapter.name)
+            self._refused[adapter.name] = adapter.directory
 
     async def unload(self, name: str) -> None:
-        self._refused.discard(name)
+        self._refused.pop(name, None)
         await self.pool.unload_everywhere(name)
 
 

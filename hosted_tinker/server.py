@@ -55,11 +55,13 @@ class Server:
         self.files = CheckpointFiles(settings.state_dir)
         self.files.prepare()
         self.metadata = Metadata(open_database(settings.state_dir / "metadata.sqlite"))
+        self.metadata.delete_outdated_run_weights()
         self.futures = Futures(settings.result_ttl_s)
         self.names = ModelNames(known_names(settings), find_tokenizer(settings))
         self.started_at = time.time()
         self.loading_phase = "starting"
         self._tasks: list[asyncio.Task[None]] = []
+        self._has_failed = False
         self._http: aiohttp.ClientSession | None = None
         self.holds = AdapterHolds()
         self.trainer = WorkerGroup("trainer", on_restart=lambda: self.training.mark_all_lost())
@@ -104,6 +106,8 @@ class Server:
             asyncio.create_task(self.training.run_forever()),
             asyncio.create_task(self._keep_up()),
         ]
+        for task in self._tasks:
+            task.add_done_callback(self._note_end)
         if self.pool is not None:
             self._http = open_http_session()
             names = self.names.names
@@ -115,11 +119,11 @@ class Server:
 
     async def stop(self) -> None:
         """Ends the workers once checkpoints that are being written are complete."""
-        await self.training.drain(DRAIN_TIMEOUT_S)
-        await self.newest.stop()
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
+        await self.training.drain(DRAIN_TIMEOUT_S)
+        await self.newest.stop()
         parts = [self.trainer, *([self.embedded.group] if self.embedded else [])]
         pools = [self.pool] if self.pool else []
         await asyncio.gather(*(part.stop() for part in (*parts, *pools)))
@@ -132,7 +136,7 @@ class Server:
     def status(self) -> Literal["loading", "ok", "failed"]:
         """`ok` when both training and sampling are ready, `failed` when one can't be again."""
         states = {self.trainer.state, self.sampler.state}
-        if GroupState.FAILED in states:
+        if GroupState.FAILED in states or self._has_failed:
             return "failed"
         return "ok" if states == {GroupState.READY} else "loading"
 
@@ -186,6 +190,12 @@ class Server:
         self.loading_phase = "workers"
         return str(directory)
 
+    def _note_end(self, task: asyncio.Task[None]) -> None:
+        """Of a task that never ends by itself: without it requests would wait for ever."""
+        if not task.cancelled():
+            logger.critical("the server is broken, start it anew", exc_info=task.exception())
+            self._has_failed = True
+
     def _note_change(self, model_id: str) -> None:
         self.newest.note_change(model_id)
 
@@ -220,12 +230,10 @@ class Server:
 
         vLLM ends if it looks for the files of an adapter that it knows and they are gone.
         """
-        if self.pool is None:
-            return list(directories)
-        for name, directory in self.pool.held_adapters().items():
+        for name, directory in self.sampler.held_adapters.items():
             if directory in directories:
-                await self.pool.unload_everywhere(name)
-        still_held = set(self.pool.held_adapters().values())
+                await self.sampler.unload(name)
+        still_held = set(self.sampler.held_adapters.values())
         return [directory for directory in directories if directory not in still_held]
 
 

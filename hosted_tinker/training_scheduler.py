@@ -112,6 +112,7 @@ class TrainingScheduler:
         self._running: Job | None = None
         self._running_since = 0.0
         self._background: set[asyncio.Task[None]] = set()
+        self._saves: set[asyncio.Task[None]] = set()
 
     def add_run(self, model_id: str) -> None:
         """Makes room for a run's requests; its first must create it."""
@@ -178,17 +179,20 @@ class TrainingScheduler:
             # Cleared before looking, so that what comes after the look wakes the wait below.
             self._wake.clear()
             await self._run_captures()
+            await self._close_runs()
             job = self._take_job()
             if job is None:
-                await self._close_runs()
                 await self._wait_for_work()
             else:
                 await self._run_job(job)
 
     async def drain(self, timeout_s: float) -> None:
-        """Waits for checkpoints that are being written."""
-        if self._background:
-            await asyncio.wait(self._background, timeout=timeout_s)
+        """Waits for checkpoints that are being written, and drops the rest. The lane has ended."""
+        if self._saves:
+            await asyncio.wait(self._saves, timeout=timeout_s)
+        for task in self._background:
+            task.cancel()
+        await asyncio.gather(*self._background, return_exceptions=True)
 
     def _take_job(self) -> Job | None:
         """The next ready job, runs taking turns."""
@@ -226,8 +230,9 @@ class TrainingScheduler:
                     waiting.done.set_result(run.progress)
 
     async def _close_runs(self) -> None:
-        ended = [id for id, run in self._runs.items() if run.closing and not run.queue]
-        for model_id in filter(self._may_close, ended):
+        for model_id, run in [*self._runs.items()]:
+            if not run.closing or run.queue or not self._may_close(model_id):
+                continue
             del self._runs[model_id]
             self._turns.remove(model_id)
             if self._trainer.state is GroupState.READY:
@@ -257,7 +262,8 @@ class TrainingScheduler:
         if isinstance(job.work, CaptureState):
             output = run.progress
         if job.in_background:
-            self._spawn(self._finish(run, job, output))
+            tasks = self._saves if isinstance(job.work, CaptureState) else self._background
+            spawn(tasks, self._finish(run, job, output))
         else:
             await self._finish(run, job, output)
 
@@ -359,7 +365,9 @@ class TrainingScheduler:
             1000 * (time.monotonic() - self._running_since),
         )
 
-    def _spawn(self, coroutine: Coroutine[Any, Any, None]) -> None:
-        task = asyncio.create_task(coroutine)
-        self._background.add(task)
-        task.add_done_callback(self._background.discard)
+
+def spawn(tasks: set[asyncio.Task[None]], coroutine: Coroutine[Any, Any, None]) -> None:
+    """Runs it as one of the tasks until it ends."""
+    task = asyncio.create_task(coroutine)
+    tasks.add(task)
+    task.add_done_callback(tasks.discard)

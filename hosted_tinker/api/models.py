@@ -41,7 +41,8 @@ async def create_model(body: CreateModelRequest, server: ServerDep) -> dict[str,
         close_if_session_ended(server, model_id)
         return NamedResult({"type": "create_model", "model_id": model_id})
 
-    server.training.add_run(model_id)
+    if not server.training.has_run(model_id):
+        server.training.add_run(model_id)
     work = CreateModel(model_id, lora)
     server.training.submit(Job(model_id, CREATE_SEQ_ID, work, future, finish, in_background=True))
     return accepted(future, model_id)

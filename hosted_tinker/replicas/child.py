@@ -29,6 +29,9 @@ LORA_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
 LOG_PREFIX = re.compile(r"^(\([^)]*\) )?[A-Z]+ \d\d-\d\d \d\d:\d\d:\d\d (\[[^]]*\] )?")
 """What vLLM's logger puts before a message."""
 
+ERROR = re.compile(r"\b\w*Error: ")
+"""How Python names what ended a process."""
+
 
 @dataclass(frozen=True, slots=True)
 class ChildSpec:
@@ -67,16 +70,14 @@ def make_command(
         *("--max-cpu-loras", str(max(settings.vllm_max_loras, settings.vllm_max_cpu_loras))),
         *("--max-lora-rank", str(round_up_rank(settings.vllm_max_lora_rank))),
         *("--logprobs-mode", "processed_logprobs", "--max-logprobs", str(MAX_TOPK_LOGPROBS)),
+        "--disable-uvicorn-access-log",
         *shlex.split(settings.vllm_args),
     ]
 
 
 def round_up_rank(rank: int) -> int:
-    """Raises SettingsError for a rank above all that vLLM takes."""
-    for accepted in LORA_RANKS:
-        if rank <= accepted:
-            return accepted
-    raise SettingsError(f"vllm_max_lora_rank = {rank}; accepted: at most {LORA_RANKS[-1]}")
+    """To one that vLLM takes."""
+    return next(accepted for accepted in LORA_RANKS if rank <= accepted)
 
 
 def make_environment(gpus: Sequence[int]) -> dict[str, str]:
@@ -126,12 +127,14 @@ class VllmChild:
         self._spec = spec
         self._process: asyncio.subprocess.Process | None = None
         self._pipe: int | None = None
+        self._log_begin = 0
 
     async def start(self) -> None:
         """Starts the process; its log goes on after that of an earlier one."""
         reading, self._pipe = os.pipe()
         try:
             with self._spec.log_path.open("ab") as log:
+                self._log_begin = log.tell()
                 self._process = await asyncio.create_subprocess_exec(
                     *(sys.executable, "-m", "hosted_tinker.replicas.guard", str(reading)),
                     *self._spec.command,
@@ -172,14 +175,14 @@ class VllmChild:
     def describe_failure(self) -> str:
         """Why it ended, in its own words, and where all of them are."""
         lines = [LOG_PREFIX.sub("", line) for line in self._read_lines()]
-        telling = [line for line in lines if "Error" in line] or lines[-1:]
+        telling = [line for line in lines if ERROR.search(line)] or lines[-1:]
         return f"{telling[-1] if telling else 'no output'} (log: {self._spec.log_path})"
 
     def _read_lines(self) -> list[str]:
-        """Of the end of the log."""
+        """Of the end of this life's part of the log."""
         try:
             with self._spec.log_path.open("rb") as log:
-                log.seek(max(0, log.seek(0, os.SEEK_END) - LOG_TAIL_BYTES))
+                log.seek(max(self._log_begin, log.seek(0, os.SEEK_END) - LOG_TAIL_BYTES))
                 text = log.read().decode(errors="replace")
         except OSError:
             return []

@@ -27,11 +27,13 @@ class EngineModels:
 
     Attributes:
         base_model: the name of the base model there.
+        base_model_source: where the engine loaded it from.
         max_model_len: the most tokens of one sequence, prompt and completion together.
         adapters: name -> directory, as the engine sees it.
     """
 
     base_model: str
+    base_model_source: str
     max_model_len: int
     adapters: Mapping[str, Path]
 

@@ -12,6 +12,7 @@ import logging
 from collections import OrderedDict
 from collections.abc import AsyncGenerator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 from hosted_tinker.errors import HostedTinkerError
@@ -44,11 +45,13 @@ class Entry:
     Attributes:
         uses: requests that use it or wait for it.
         is_loaded: the engine has it.
+        loading: what loads it; requests that are cancelled meanwhile leave it to its end.
     """
 
     adapter: AdapterRef
     uses: int = 0
     is_loaded: bool = False
+    loading: asyncio.Task[bool] | None = None
 
 
 class HeldAdapters:
@@ -109,7 +112,7 @@ class HeldAdapters:
         had = self.loaded
         for name, entry in [*self._entries.items()]:
             entry.is_loaded = False
-            if entry.uses == 0:
+            if entry.uses == 0 and entry.loading is None:
                 del self._entries[name]
         self._notify()
         return had
@@ -136,16 +139,29 @@ class HeldAdapters:
 
     async def _ensure_loaded(self, entry: Entry) -> None:
         while not entry.is_loaded:
-            async with self._switching:
-                if entry.is_loaded:
-                    return
-                if await self._make_room():
-                    await self._client.load_adapter(
-                        entry.adapter.name, self._engine_dir.translate(entry.adapter.directory)
-                    )
-                    entry.is_loaded = True
-                    return
-            await self._wait_released()
+            if entry.loading is None:
+                entry.loading = asyncio.create_task(self._load(entry))
+                entry.loading.add_done_callback(partial(self._note_loaded, entry))
+            if not await asyncio.shield(entry.loading):
+                await self._wait_released()
+
+    async def _load(self, entry: Entry) -> bool:
+        """False if there is no room."""
+        async with self._switching:
+            if not await self._make_room():
+                return False
+            await self._client.load_adapter(
+                entry.adapter.name, self._engine_dir.translate(entry.adapter.directory)
+            )
+            entry.is_loaded = True
+            return True
+
+    def _note_loaded(self, entry: Entry, loading: asyncio.Task[bool]) -> None:
+        entry.loading = None
+        if not loading.cancelled() and (error := loading.exception()) is not None:
+            logger.debug("adapter not loaded name=%s error=%s", entry.adapter.name, error)
+        if entry.uses == 0:
+            self._drop_unless_loaded(entry)
 
     async def _make_room(self) -> bool:
         """Unloads what is not in use until one more fits."""
@@ -163,16 +179,20 @@ class HeldAdapters:
             entry.is_loaded = False
             await self._client.unload_adapter(entry.adapter.name)
         if entry.uses == 0:
-            self._entries.pop(entry.adapter.name, None)
+            self._drop_unless_loaded(entry)
         self._notify()
 
     def _release(self, entry: Entry) -> None:
         entry.uses -= 1
         if entry.uses == 0:
-            # What could not be loaded is not held.
-            if not entry.is_loaded and self._entries.get(entry.adapter.name) is entry:
-                del self._entries[entry.adapter.name]
+            if entry.loading is None:
+                self._drop_unless_loaded(entry)
             self._notify()
+
+    def _drop_unless_loaded(self, entry: Entry) -> None:
+        """What could not be loaded is not held."""
+        if not entry.is_loaded and self._entries.get(entry.adapter.name) is entry:
+            del self._entries[entry.adapter.name]
 
     def _notify(self) -> None:
         self._released.set()

@@ -149,7 +149,7 @@ class ReplicaPool:
         await asyncio.gather(*(self._load(replica, adapter) for replica in self._ready))
 
     async def unload_everywhere(self, name: str) -> None:
-        """Returns when no replica holds it."""
+        """Returns when no replica that answers holds it; the others drop it when they are back."""
         await asyncio.gather(*(self._unload(replica, name) for replica in self._replicas))
 
     def held_adapters(self) -> dict[str, Path]:
@@ -165,7 +165,7 @@ class ReplicaPool:
         return [replica for replica in self._replicas if replica.state is GroupState.READY]
 
     async def _sample(self, sample: Sample) -> SampleOutput:
-        if reason := describe_unservable(sample, await self.wait_ready()):
+        if reason := describe_unservable(sample, await self._wait_ready_in_time()):
             raise UnservableError(reason)
         scoring, generating = split_scoring(sample)
         scored = await self._run(scoring, scores_prompt=True) if scoring else None
@@ -186,13 +186,7 @@ class ReplicaPool:
         )
 
     async def _choose(self, adapter: AdapterRef | None, prefix: bytes) -> Replica:
-        try:
-            async with asyncio.timeout(self._recovery_timeout_s):
-                await self.wait_ready()
-        except TimeoutError as error:
-            raise SamplerDownError(
-                f"no sampler was ready within {self._recovery_timeout_s:.0f} s: {self.phase}"
-            ) from error
+        await self._wait_ready_in_time()
         loads = {
             index: replica.num_requests
             for index, replica in enumerate(self._replicas)
@@ -201,12 +195,21 @@ class ReplicaPool:
         key = adapter.name if adapter else ""
         return self._replicas[self._affinity.choose(key, prefix, loads)]
 
+    async def _wait_ready_in_time(self) -> EngineFacts:
+        try:
+            async with asyncio.timeout(self._recovery_timeout_s):
+                return await self.wait_ready()
+        except TimeoutError as error:
+            raise SamplerDownError(
+                f"no sampler was ready within {self._recovery_timeout_s:.0f} s: {self.phase}"
+            ) from error
+
     async def _wait_change(self) -> None:
         """Raises the first replica's failure if all have failed."""
         if self.state is GroupState.FAILED:
             failure = self._replicas[0].failure
             assert failure is not None
-            raise failure
+            raise failure.with_traceback(None)
         waits = [asyncio.create_task(replica.changed.wait()) for replica in self._replicas]
         try:
             await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)

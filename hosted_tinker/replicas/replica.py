@@ -10,7 +10,8 @@ import asyncio
 import contextlib
 import logging
 import time
-from collections.abc import AsyncGenerator, Awaitable, Callable
+from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
+from pathlib import Path
 from typing import TypeVar
 
 from hosted_tinker.config import Settings
@@ -48,17 +49,19 @@ MAX_BACKOFF_S = 30.0
 
 
 class Replica:
-    """A server that is ours (`child`), or that runs already."""
+    """A server that is ours (`child`), or that runs already. `names` are the base model's."""
 
     def __init__(
         self,
         client: EngineClient,
         engine_dir: EngineDir,
         settings: Settings,
+        names: Sequence[str],
         child: ChildSpec | None,
         make_base_adapter: MakeBaseAdapter,
     ) -> None:
         self.client = client
+        self._names = names
         self._make_base_adapter = make_base_adapter
         self._base_adapter: AdapterRef | None = None
         self._gate = Gate()
@@ -75,6 +78,9 @@ class Replica:
         self._on_cpu = settings.vllm_on_cpu
         self._child: VllmChild | None = None
         self._base_model = ""
+        # vLLM mixes up whose output head gets which adapter when it scores a prompt: the CPU's
+        # kernels always, the others once an adapter is on the head.
+        self._scores_alone = settings.vllm_on_cpu
         self._suspect = asyncio.Event()
         self._deaths: list[float] = []
         self._task: asyncio.Task[None] | None = None
@@ -106,8 +112,8 @@ class Replica:
         """Counts a request; its adapter is loaded while the context is open.
 
         Args:
-            scores_prompt: the request asks for log-probabilities of its prompt. vLLM mixes up
-                whose output head gets which adapter then, so that it must be alone.
+            scores_prompt: the request asks for log-probabilities of its prompt, and may have to
+                be alone in the engine.
 
         Raises UnservableError or ReplicaGoneError.
         """
@@ -115,18 +121,17 @@ class Replica:
         try:
             async with contextlib.AsyncExitStack() as stack:
                 if named := adapter or self._base_adapter:
+                    if not self._scores_alone and adapts_unembedding(named):
+                        self._scores_alone = True
+                        async with self._gate.enter(lambda: True):
+                            """Those who score together have left."""
                     entering = stack.enter_async_context(self.adapters.use(named))
                     await self._noting_failure(entering)
-                alone = scores_prompt and self._must_score_alone()
-                await stack.enter_async_context(self._gate.enter(alone=alone))
+                entering = self._gate.enter(lambda: scores_prompt and self._scores_alone)
+                await stack.enter_async_context(entering)
                 yield
         finally:
             self.num_requests -= 1
-
-    def _must_score_alone(self) -> bool:
-        """Unless no adapter in the engine is on the output head; the CPU's kernels fail even then."""
-        assert self.facts is not None
-        return self.facts.on_cpu or any(map(adapts_unembedding, self.adapters.loaded))
 
     async def sample(self, sample: Sample) -> SampleOutput:
         """Within `use`. Raises ReplicaGoneError if it should be sent to another, or again."""
@@ -195,20 +200,22 @@ class Replica:
             try:
                 await self._bring_up(had)
                 await self._wait_until_down()
-            except HostedTinkerError as error:
+                self._set_state(GroupState.LOADING, "not answering")
+            except (HostedTinkerError, OSError) as error:
                 # A server that never was ready is set up wrongly; one that was may be again.
                 if self.facts is None and not isinstance(error, ReplicaGoneError):
-                    self._fail(error)
+                    await self._fail(to_own_error(error))
                     return
                 logger.warning("sampler replica is gone url=%s reason=%s", self.url, error)
-            self._set_state(GroupState.LOADING, "not answering")
+                self._set_state(GroupState.LOADING, str(error))
+                await asyncio.sleep(WATCH_INTERVAL_S)
             had = self.adapters.forget_loaded() or had
             if self._child is not None and not await self._is_child_well():
                 logger.warning("vLLM died: %s", self._child.describe_failure())
                 self._note_death()
                 if len(self._deaths) >= MAX_DEATHS:
                     reason = self._child.describe_failure()
-                    self._fail(SamplerDownError(f"vLLM died {MAX_DEATHS} times: {reason}"))
+                    await self._fail(SamplerDownError(f"vLLM died {MAX_DEATHS} times: {reason}"))
                     return
                 await asyncio.sleep(min(MAX_BACKOFF_S, 2.0 ** (len(self._deaths) - 1)))
 
@@ -216,21 +223,31 @@ class Replica:
         """Nobody waits for the task: what it did not expect must not leave the replica loading."""
         if not watch.cancelled() and (error := watch.exception()) is not None:
             logger.error("sampler replica is not watched any more", exc_info=error)
-            self._fail(SamplerDownError(f"{type(error).__name__}: {error}; see the server's log"))
+            self._note_failure(
+                SamplerDownError(f"{type(error).__name__}: {error}; see the server's log")
+            )
 
     def _note_death(self) -> None:
         now = time.monotonic()
         self._deaths = [at for at in self._deaths if at > now - DEATHS_WINDOW_S] + [now]
 
-    def _fail(self, error: HostedTinkerError) -> None:
+    async def _fail(self, error: HostedTinkerError) -> None:
+        """Gives up, and gives the GPUs of a child free."""
+        self._note_failure(error)
+        if self._child is not None:
+            await self._child.stop()
+
+    def _note_failure(self, error: HostedTinkerError) -> None:
         logger.error("sampler replica failed for good url=%s: %s", self.url, error)
         self.failure = error
         self._set_state(GroupState.FAILED, str(error))
 
     def _set_state(self, state: GroupState, phase: str) -> None:
-        self.state, self.phase = state, f"vLLM at {self.url}: {phase}"
-        changed, self.changed = self.changed, asyncio.Event()
-        changed.set()
+        is_new, self.state = state is not self.state, state
+        self.phase = f"vLLM at {self.url}: {phase}"
+        if is_new:
+            changed, self.changed = self.changed, asyncio.Event()
+            changed.set()
 
     async def _bring_up(self, had: list[AdapterRef]) -> None:
         """Until it is ready: the process, its health, what it knows, the adapters that it had."""
@@ -239,13 +256,15 @@ class Replica:
         await self._wait_healthy()
         self._suspect.clear()
         models = await self.client.fetch_models()
+        self._check_base_model(models)
         self._base_model = models.base_model
-        self.facts = await self._find_facts(models)
+        facts = await self._find_facts(models)
         if self._on_cpu:
             # In vLLM 0.32's kernels for the CPU a row without an adapter gets the last slot's
             # (index -1 in lora/ops/torch_ops), so that no row may be without.
             self._base_adapter = await self._make_base_adapter()
         await self._reconcile(models, had)
+        self.facts = facts
         self._set_state(GroupState.READY, "ready")
         logger.info("sampler replica ready url=%s", self.url)
 
@@ -281,6 +300,19 @@ class Replica:
                 )
             await asyncio.sleep(START_POLL_S if self._child else WATCH_INTERVAL_S)
 
+    def _check_base_model(self, models: EngineModels) -> None:
+        """A name proves nothing, so that another one is worth a warning only."""
+        known = {Path(name).name for name in self._names}
+        if not known & {Path(models.base_model).name, Path(models.base_model_source).name}:
+            logger.warning(
+                "vLLM at %s serves %r (%s), and this server trains %s: make sure that these are the "
+                "same weights",
+                self.url,
+                models.base_model,
+                models.base_model_source,
+                self._names[0],
+            )
+
     async def _find_facts(self, models: EngineModels) -> EngineFacts:
         """Of the one possible token at top_k 1, the scaled log-probability is 0."""
         answer = await self.client.complete(
@@ -299,10 +331,11 @@ class Replica:
     async def _reconcile(self, models: EngineModels, had: list[AdapterRef]) -> None:
         """Brings back what it had, and takes out what an earlier life of this server left in it."""
         missing: list[AdapterRef] = []
-        for adapter in had:
+        # Those whose files are gone were replaced meanwhile.
+        for adapter in (one for one in had if one.directory.is_dir()):
             if adapter.name in models.adapters:
                 self.adapters.adopt(adapter)
-            elif adapter.directory.is_dir():
+            else:
                 missing.append(adapter)
         known = self.adapters.directories
         for name, directory in models.adapters.items():
@@ -319,3 +352,9 @@ class Replica:
             ended = self._child is not None and self._child.has_ended
             if self._suspect.is_set() or ended or not await self.client.is_healthy():
                 return
+
+
+def to_own_error(error: HostedTinkerError | OSError) -> HostedTinkerError:
+    if isinstance(error, HostedTinkerError):
+        return error
+    return SettingsError(f"vLLM can't be started: {error}")

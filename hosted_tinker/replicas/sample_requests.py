@@ -5,6 +5,7 @@ Shape letters: P prompt tokens, S sampled tokens, K tokens asked of a position.
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import math
 from collections.abc import Mapping, Sequence
@@ -74,6 +75,7 @@ def describe_unservable(sample: Sample, facts: EngineFacts) -> str | None:
     return None
 
 
+@functools.lru_cache(maxsize=4096)
 def adapts_unembedding(adapter: AdapterRef | None) -> bool:
     """Raises UserError if the adapter's files can't be read."""
     return adapter is not None and read_lora_config(adapter.directory).train_unembed

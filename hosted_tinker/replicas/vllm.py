@@ -48,6 +48,7 @@ class VllmClient:
             base = next(card for card in cards if card.get("parent") is None)
             return EngineModels(
                 base_model=base["id"],
+                base_model_source=base["root"],
                 max_model_len=base["max_model_len"],
                 adapters={card["id"]: Path(card["root"]) for card in cards if card.get("parent")},
             )

@@ -263,7 +263,8 @@ class Metadata:
     def put_run_weights(self, weights: RunWeights) -> None:
         """Replaces the run's earlier ones."""
         self._connection.execute(
-            "INSERT OR REPLACE INTO run_weights VALUES (?, ?, ?, ?, ?)",
+            "INSERT OR REPLACE INTO run_weights (model_id, version, directory, step, created_at) "
+            "VALUES (?, ?, ?, ?, ?)",
             (
                 weights.model_id,
                 weights.version,
@@ -284,6 +285,16 @@ class Metadata:
             "ORDER BY runs.created_at DESC, model_id"
         )
         return [run_weights_from_row(row) for row in rows]
+
+    def mark_run_weights_outdated(self, model_id: str) -> None:
+        """The run has newer weights, which are not stored yet."""
+        self._connection.execute(
+            "UPDATE run_weights SET is_current = 0 WHERE model_id = ? AND is_current", (model_id,)
+        )
+
+    def delete_outdated_run_weights(self) -> None:
+        """For a server that starts: what was newer is lost, and the rest must not pass for it."""
+        self._connection.execute("DELETE FROM run_weights WHERE NOT is_current")
 
     def delete_run_weights(self, model_id: str) -> None:
         """The files are removed later, when nothing uses them."""

@@ -123,7 +123,7 @@ def sample_with(**changes: Any) -> tuple[tinker.ModelInput, tinker.SamplingParam
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"max_tokens": 5000}, r"prompt of 2 tokens.*5000.*4096"),
+        ({"max_tokens": 5000}, r"4096.*prompt of 2 tokens.*5000"),
         ({"prompt": [1] * 4096, "max_tokens": None}, "4096"),
         ({"prompt": [5000]}, "5000.*999"),
         ({"prompt": []}, "no tokens"),

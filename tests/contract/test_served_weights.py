@@ -237,3 +237,28 @@ def test_bearer_tokens_open_the_server(tmp_path: Path) -> None:
             assert ask(client, MODEL)[0]
         with connect(server, "tml-other") as client, pytest.raises(openai.AuthenticationError):
             ask(client, MODEL)
+
+
+def test_older_weights_never_pass_for_the_newest_after_a_crash(tmp_path: Path) -> None:
+    """What was newer was in the trainer's memory only, so that the run's id stands for nothing."""
+    flags = (*FLAGS, "--adapter-sync", "on_request")
+    with running_server(tmp_path, *flags) as server, connect(server) as client:
+        sdk = server.client()
+        kept, behind = (
+            sdk.create_lora_training_client(base_model=MODEL, rank=2, seed=seed).result()
+            for seed in (1, 2)
+        )
+        for run in (kept, behind):
+            step(run)
+        answers = {run.model_id: ask(client, run.model_id) for run in (kept, behind)}
+        path = behind.save_weights_for_sampler("kept").result().path
+        answers[path] = ask(client, path)
+        step(behind)
+        server.process.kill()
+        server.process.wait()
+    with running_server(tmp_path, *flags) as server, connect(server) as client:
+        assert ask(client, kept.model_id) == answers[kept.model_id]
+        with pytest.raises(openai.NotFoundError, match="its weights are gone"):
+            ask(client, behind.model_id)
+        assert ask(client, path) == answers[path]
+        assert behind.model_id not in [model.id for model in client.models.list()]

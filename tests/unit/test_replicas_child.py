@@ -66,11 +66,6 @@ def test_what_the_operator_has_set_for_the_cpu_stays(monkeypatch: pytest.MonkeyP
     assert make_environment([])["VLLM_CPU_KVCACHE_SPACE"] == "8"
 
 
-def test_a_rank_that_no_vllm_takes_is_refused() -> None:
-    with pytest.raises(SettingsError, match=r"vllm_max_lora_rank = 513; accepted: at most 512"):
-        make([0], vllm_max_lora_rank=513)
-
-
 def test_a_port_that_is_taken_is_named() -> None:
     spec = make([0], vllm_python=Path(sys.executable))
     with socket.create_server(("127.0.0.1", 0)) as taken:

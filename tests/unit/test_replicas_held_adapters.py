@@ -31,7 +31,7 @@ class ListEngine:
         return not self.is_gone
 
     async def fetch_models(self) -> EngineModels:
-        return EngineModels("base", 100, self.loaded)
+        return EngineModels("base", "base", 100, self.loaded)
 
     async def load_adapter(self, name: str, directory: Path) -> None:
         await asyncio.sleep(0)
@@ -180,3 +180,40 @@ def test_what_the_engine_has_already_is_adopted_and_what_it_lost_loaded_again() 
 
     asyncio.run(run())
     assert engine.log == ["+a"]
+
+
+def test_a_load_goes_on_when_its_request_is_cancelled() -> None:
+    engine, held = make()
+
+    async def run() -> None:
+        request = asyncio.create_task(use_once(held, "a"))
+        await asyncio.sleep(0)
+        await asyncio.sleep(0)
+        request.cancel()
+        await asyncio.gather(request, return_exceptions=True)
+        assert held.directories == {"a": STATE / "a"}
+        await asyncio.sleep(0.01)
+        assert [one.name for one in held.loaded] == ["a"] == [*engine.loaded]
+        await held.unload("a")
+
+    asyncio.run(run())
+    assert (engine.loaded, held.directories) == ({}, {})
+
+
+def test_an_unload_that_is_overtaken_leaves_the_new_entry_alone() -> None:
+    engine, held = make()
+
+    async def run() -> None:
+        await use_once(held, "a")
+        unloading = asyncio.create_task(held.unload("a"))
+        await asyncio.sleep(0)
+        held.forget_loaded()
+        using = held.use(ref("a"))
+        entering = asyncio.create_task(using.__aenter__())
+        await unloading
+        await entering
+        assert held.directories == {"a": STATE / "a"}
+        await using.__aexit__(None, None, None)
+
+    asyncio.run(run())
+    assert [*engine.loaded] == ["a"]

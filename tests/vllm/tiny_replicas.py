@@ -235,7 +235,7 @@ class Serving:
     ) -> Replica:
         client = VllmClient(url, api_key, self.http)
         engine_dir = EngineDir(self.tiny.state_dir, self.tiny.state_dir)
-        return Replica(client, engine_dir, settings, spec, self.tiny.make_base_adapter)
+        return Replica(client, engine_dir, settings, ["tiny"], spec, self.tiny.make_base_adapter)
 
 
 async def open_session() -> Any:
