@@ -186,7 +186,7 @@ class Settings(BaseModel):
         tuple[str, ...],
         Field(
             description="Origins of web pages whose scripts may call the server, such as "
-            "http://localhost:3000; '*' for all. May be given more than once."
+            "http://localhost:3000; '*' for all."
         ),
     ] = ()
     vllm_gpus: Annotated[
@@ -352,7 +352,7 @@ class Settings(BaseModel):
         Literal["debug", "info", "warning", "error"], Field(description="Of the server's own log.")
     ] = "info"
 
-    @field_validator("served_model_name", "vllm_url", mode="before")
+    @field_validator("served_model_name", "vllm_url", "cors_origins", mode="before")
     @classmethod
     def _split_list(cls, value: Any) -> Any:
         return [name for name in value.split(",") if name] if isinstance(value, str) else value

@@ -54,7 +54,7 @@ async def serve_on(settings: Settings, listener: socket.socket) -> None:
         lifespan="off",
         timeout_graceful_shutdown=GRACEFUL_SHUTDOWN_S,
     )
-    http = HttpServer(config, on_exit=server.futures.release_waiters)
+    http = HttpServer(config, on_exit=server.begin_stop)
     loading = asyncio.create_task(load(server, http, listener))
     try:
         await http.serve(sockets=[listener])

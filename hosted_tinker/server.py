@@ -60,6 +60,7 @@ class Server:
         self.names = ModelNames(known_names(settings), find_tokenizer(settings))
         self.started_at = time.time()
         self.loading_phase = "starting"
+        self.is_stopping = False
         self._tasks: list[asyncio.Task[None]] = []
         self._has_failed = False
         self._http: aiohttp.ClientSession | None = None
@@ -116,6 +117,11 @@ class Server:
                 make_replicas(self.settings, base_model, names, self._http, base_adapter.get)
             )
         await asyncio.gather(self.trainer.wait_ready(), self.sampler.wait_ready())
+
+    def begin_stop(self) -> None:
+        """Wakes held polls. Requests that still run after a grace period are cancelled."""
+        self.is_stopping = True
+        self.futures.release_waiters()
 
     async def stop(self) -> None:
         """Ends the workers once checkpoints that are being written are complete."""

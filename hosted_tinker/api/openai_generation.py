@@ -5,7 +5,9 @@ These are plain ASGI endpoints: a proxied stream passes through without being ta
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
+import logging
 import uuid
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
@@ -15,16 +17,19 @@ import orjson
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import BaseRoute, Route
-from starlette.types import Receive, Scope, Send
+from starlette.types import Message, Receive, Scope, Send
 
 from hosted_tinker.api.disconnect import run_until_disconnect
+from hosted_tinker.api.error_answers import answer_error
 from hosted_tinker.api.openai_embedded import answer_chat, answer_completion
 from hosted_tinker.api.openai_models import find_weights
 from hosted_tinker.api.openai_proxy import Forwarding, forward
-from hosted_tinker.errors import UnservableError, UserError
+from hosted_tinker.errors import SamplerDownError, UnservableError, UserError
 from hosted_tinker.samplers import FALLBACK_FLAG, VllmSampler
 from hosted_tinker.served_weights import ServedWeights
 from hosted_tinker.server import Server
+
+logger = logging.getLogger(__name__)
 
 Answer = Callable[[Server, ServedWeights, dict[str, Any]], Awaitable[Response]]
 
@@ -51,6 +56,25 @@ class Generation:
     answer_embedded: Answer | None
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        has_begun = False
+
+        async def send_noting(message: Message) -> None:
+            nonlocal has_begun
+            has_begun = True
+            await send(message)
+
+        try:
+            await self._answer(scope, receive, send_noting)
+        except asyncio.CancelledError:
+            if not self.server.is_stopping:
+                raise
+            logger.info("generation cut off by the server's stop path=%s", self.path)
+            if not has_begun:
+                error = SamplerDownError("the server stops; send the request again")
+                answer = await answer_error(Request(scope), error)
+                await answer(scope, receive, send)
+
+    async def _answer(self, scope: Scope, receive: Receive, send: Send) -> None:
         request = Request(scope, receive)
         body = parse_body(await request.body())
         with self.server.sampling.take_room(), contextlib.ExitStack() as holding:

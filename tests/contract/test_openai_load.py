@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import httpx
@@ -25,6 +26,25 @@ def test_a_full_queue_answers_429(tmp_path: Path) -> None:
         assert second.status_code == 429
         assert second.json()["error"]["type"] == "rate_limit_error"
         assert second.headers["retry-after"]
+
+
+@pytest.mark.parametrize("stream", [True, False])
+def test_a_server_that_stops_cuts_generations_off_without_a_traceback(
+    tmp_path: Path, stream: bool
+) -> None:
+    with running_server(tmp_path, *FLAGS) as server, ThreadPoolExecutor(1) as pool:
+        url = f"{server.url}/v1/completions"
+        pending = pool.submit(httpx.post, url, json={**LONG, "stream": stream}, timeout=60)
+        time.sleep(1)
+        server.process.terminate()
+        assert server.process.wait(20) == 0
+        if stream:
+            with pytest.raises(httpx.TransportError):
+                pending.result()
+        else:
+            assert pending.result().status_code == 503
+            assert "send the request again" in pending.result().json()["error"]["message"]
+        assert "Traceback" not in server.log
 
 
 @pytest.mark.parametrize("stream", [True, False])

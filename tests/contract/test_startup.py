@@ -43,9 +43,9 @@ def run_command(*arguments: str, **env: str) -> subprocess.CompletedProcess[str]
         (["serve", "--base-model", "./no-such-model", "--port", "0"], "no such directory"),
         (["serve", "--vllm-max-lora-rank", "513"], "vllm_max_lora_rank = '513'"),
         (["serve", "--vllm-gpus", "cpu", "--vllm-tp", "2"], "vllm_tp = 2; accepted .* 1"),
-        (["serve", "--vllm-gpus", "cpu", "--vllm-args", "--port=1"], "--port is set by vllm_port"),
+        (["serve", "--vllm-gpus", "cpu", "--vllm-args=--port=1"], "--port is set by vllm_port"),
         (["serve", "--vllm-url", "http://a:1 http://a:1/v1"], "is not an address"),
-        (["serve", "--vllm-url", "http://a:1,http://a:1/v1"], "twice"),
+        (["serve", "--vllm-url", "http://a:1", "http://a:1/v1"], "twice"),
         (["serve", "--embedded-fallback"], "embedded_fallback: no vLLM is used"),
     ],
 )
