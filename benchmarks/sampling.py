@@ -40,7 +40,7 @@ def main() -> None:
     flags = ("--base-model", str(model), "--served-model-name", SERVED, *config)
     args = f"--dtype float32 {arguments.vllm_args}"
     with (
-        running_vllm(arguments.vllm_python, model, args=args) as vllm_url,
+        running_vllm(arguments.vllm_python, model, max_lora_rank=RANK, args=args) as vllm_url,
         running_server(*flags) as embedded,
         running_server(*flags, "--vllm-url", vllm_url, *cpu_flags()) as through_vllm,
     ):
@@ -50,12 +50,14 @@ def main() -> None:
             for concurrency in CONCURRENCIES:
                 results: dict[str, list[Measured]] = {name: [] for name in engines}
                 for round_number in range(arguments.rounds):
+                    seed = f"{weights} {concurrency} {round_number}"
                     for name, url in engines.items():
                         served = SERVED if weights == "base" else adapters[name]
-                        load = make_load(served, concurrency, round_number)
+                        load = make_load(served, concurrency, seed)
                         results[name].append(send_load(url, load))
                 line = {name: take_medians(rows) for name, rows in results.items()}
-                print(json.dumps({"weights": weights, "concurrency": concurrency, **line}))
+                row = {"weights": weights, "concurrency": concurrency, **line}
+                print(json.dumps(row), flush=True)
     print(json.dumps({"model": model.name, **describe_machine(arguments.vllm_python)}))
 
 
@@ -67,7 +69,7 @@ def make_adapter(url: str) -> str:
         return run.model_id
 
 
-def make_load(model: str, concurrency: int, seed: int) -> Load:
+def make_load(model: str, concurrency: int, seed: str) -> Load:
     """Prompts of 16 to 256 tokens, completions of 8 to 48, arriving within a second for each 8."""
     draw = random.Random(seed)
     count = max(4, concurrency)
