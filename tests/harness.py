@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+import openai
 import tinker
 
 API_KEY = "tml-test"
@@ -37,6 +38,10 @@ class RunningServer:
     def client(self) -> tinker.ServiceClient:
         """The official SDK, pointed at this server."""
         return tinker.ServiceClient(base_url=self.url, api_key=API_KEY)
+
+    def openai_client(self, api_key: str = "none") -> openai.OpenAI:
+        """The official OpenAI client, pointed at this server. It does not try again."""
+        return openai.OpenAI(base_url=f"{self.url}/v1", api_key=api_key, max_retries=0)
 
     def post(self, path: str, body: Any = None, **kwargs: Any) -> httpx.Response:
         """A raw request, for what the SDK would not send."""

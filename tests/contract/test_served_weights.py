@@ -24,13 +24,9 @@ ADAM = tinker.AdamParams(learning_rate=0.1)
 FLAGS = ("--backend", "fake", "--base-model", MODEL)
 
 
-def connect(server: RunningServer, api_key: str = "none") -> openai.OpenAI:
-    return openai.OpenAI(base_url=f"{server.url}/v1", api_key=api_key, max_retries=0)
-
-
 @pytest.fixture
 def openai_client(server: RunningServer) -> Iterator[openai.OpenAI]:
-    with connect(server) as client:
+    with server.openai_client() as client:
         yield client
 
 
@@ -182,7 +178,7 @@ def test_training_checkpoints_are_not_sampled(
 
 
 def test_a_run_that_has_ended_is_served_until_its_weights_expire(tmp_path: Path) -> None:
-    with running_server(tmp_path, *FLAGS) as server, connect(server) as openai_client:
+    with running_server(tmp_path, *FLAGS) as server, server.openai_client() as openai_client:
         with server.client() as client:
             run = client.create_lora_training_client(base_model=MODEL, rank=4, seed=1).result()
             step(run)
@@ -190,11 +186,11 @@ def test_a_run_that_has_ended_is_served_until_its_weights_expire(tmp_path: Path)
         server.post(f"sessions/{client_session}/finish", {"reason": {"type": "completed"}})
         _, headers = ask(openai_client, run.model_id)
         assert headers["step"] == "1"
-    with running_server(tmp_path, *FLAGS) as server, connect(server) as openai_client:
+    with running_server(tmp_path, *FLAGS) as server, server.openai_client() as openai_client:
         assert ask(openai_client, run.model_id)[1] == headers
     with (
         running_server(tmp_path, *FLAGS, "--ended-run-ttl-s", "0.1") as server,
-        connect(server) as openai_client,
+        server.openai_client() as openai_client,
         pytest.raises(openai.NotFoundError, match="has ended"),
     ):
         ask(openai_client, run.model_id)
@@ -204,7 +200,7 @@ def test_weights_wait_for_a_request_where_the_operator_says_so(tmp_path: Path) -
     flags = (*FLAGS, "--adapter-sync", "on_request")
     with (
         running_server(tmp_path, *flags) as server,
-        connect(server) as openai_client,
+        server.openai_client() as openai_client,
         server.client() as client,
     ):
         run = client.create_lora_training_client(base_model=MODEL, rank=4, seed=1).result()
@@ -218,7 +214,7 @@ def test_weights_wait_for_a_request_where_the_operator_says_so(tmp_path: Path) -
 def test_the_base_models_name_stands_for_the_newest_run(tmp_path: Path) -> None:
     with (
         running_server(tmp_path, *FLAGS, "--serve-latest") as server,
-        connect(server) as openai_client,
+        server.openai_client() as openai_client,
         server.client() as client,
     ):
         assert ask(openai_client, MODEL)[1] == {"adapter": "base"}
@@ -233,16 +229,16 @@ def test_the_base_models_name_stands_for_the_newest_run(tmp_path: Path) -> None:
 def test_bearer_tokens_open_the_server(tmp_path: Path) -> None:
     env = {"HOSTED_TINKER_API_KEY": API_KEY}
     with running_server(tmp_path, *FLAGS, env=env) as server:
-        with connect(server, API_KEY) as client:
+        with server.openai_client(API_KEY) as client:
             assert ask(client, MODEL)[0]
-        with connect(server, "tml-other") as client, pytest.raises(openai.AuthenticationError):
+        with server.openai_client("tml-other") as client, pytest.raises(openai.AuthenticationError):
             ask(client, MODEL)
 
 
 def test_older_weights_never_pass_for_the_newest_after_a_crash(tmp_path: Path) -> None:
     """What was newer was in the trainer's memory only, so that the run's id stands for nothing."""
     flags = (*FLAGS, "--adapter-sync", "on_request")
-    with running_server(tmp_path, *flags) as server, connect(server) as client:
+    with running_server(tmp_path, *flags) as server, server.openai_client() as client:
         sdk = server.client()
         kept, behind = (
             sdk.create_lora_training_client(base_model=MODEL, rank=2, seed=seed).result()
@@ -256,7 +252,7 @@ def test_older_weights_never_pass_for_the_newest_after_a_crash(tmp_path: Path) -
         step(behind)
         server.process.kill()
         server.process.wait()
-    with running_server(tmp_path, *flags) as server, connect(server) as client:
+    with running_server(tmp_path, *flags) as server, server.openai_client() as client:
         assert ask(client, kept.model_id) == answers[kept.model_id]
         with pytest.raises(openai.NotFoundError, match="its weights are gone"):
             ask(client, behind.model_id)

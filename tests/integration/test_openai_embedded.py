@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 import signal
 from collections.abc import Iterator
@@ -19,7 +18,7 @@ from peft import PeftModel
 from hosted_tinker.default_model import DEFAULT_MODEL_NAME, ensure_default_model
 from tests.data import next_token_datum
 from tests.harness import RunningServer, running_server
-from tests.integration.plain_transformers import Reference, open_reference, save_chat_model
+from tests.integration.plain_transformers import Reference, open_reference
 
 pytestmark = [pytest.mark.filterwarnings("ignore:Model has `tie_word_embeddings=True`")]
 
@@ -33,34 +32,18 @@ MESSAGES: Any = [
 
 
 @pytest.fixture(scope="module")
-def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    directory = tmp_path_factory.mktemp("model")
-    save_chat_model(directory)
-    return directory
-
-
-@pytest.fixture(scope="module")
-def reference(model_dir: Path) -> Reference:
-    return open_reference(model_dir, torch.float32)
-
-
-@pytest.fixture(scope="module")
-def server(model_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningServer]:
-    flags = ["--base-model", str(model_dir), "--served-model-name", MODEL]
+def server(
+    chat_model_dir: Path, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[RunningServer]:
+    flags = ["--base-model", str(chat_model_dir), "--served-model-name", MODEL]
     with running_server(tmp_path_factory.mktemp("server"), *flags) as running:
         yield running
 
 
 @pytest.fixture
 def client(server: RunningServer) -> Iterator[openai.OpenAI]:
-    with open_client(server) as openai_client:
+    with server.openai_client() as openai_client:
         yield openai_client
-
-
-@contextlib.contextmanager
-def open_client(server: RunningServer) -> Iterator[openai.OpenAI]:
-    with openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0) as client:
-        yield client
 
 
 def test_chat_is_what_transformers_renders_generates_and_decodes(
@@ -211,7 +194,7 @@ def test_what_the_template_refuses_is_the_clients_error(
 
 
 def test_a_run_answers_with_its_newest_weights(
-    server: RunningServer, client: openai.OpenAI, model_dir: Path
+    server: RunningServer, client: openai.OpenAI, chat_model_dir: Path
 ) -> None:
     """The reference is PEFT on the adapter that the server saved."""
     with server.client() as service:
@@ -229,7 +212,7 @@ def test_a_run_answers_with_its_newest_weights(
         path = run.save_weights_for_sampler("check").result().path
     model_id, kind, name = path.removeprefix("tinker://").split("/")
     (adapter,) = (server.state_dir / "checkpoints" / model_id / kind).glob(f"{name}-*")
-    reference = open_reference(model_dir, torch.float32)
+    reference = open_reference(chat_model_dir, torch.float32)
     prompt = reference.render(MESSAGES)
     tokens = answer.choices[0].model_dump()["token_ids"]
     assert tokens != reference.generate(prompt, 20)
@@ -264,7 +247,7 @@ def test_the_default_model_writes_what_transformers_writes(tmp_path: Path) -> No
     prompt = reference.render(messages)
     tokens = reference.generate(prompt, 40)
     emoji = "😀 🦊 北京 😀 🦊 北京 😀 🦊 北京 😀"
-    with running_server(tmp_path) as server, open_client(server) as client:
+    with running_server(tmp_path) as server, server.openai_client() as client:
         fields: dict[str, Any] = {"model": DEFAULT_MODEL_NAME, "temperature": 0}
         answer = client.chat.completions.create(
             **fields, messages=messages, max_tokens=40, extra_body={"return_token_ids": True}

@@ -6,7 +6,6 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-import torch
 
 from tests.harness import running_server
 from tests.integration.openai_programs import (
@@ -15,33 +14,21 @@ from tests.integration.openai_programs import (
     check_litellm,
     check_lm_eval,
 )
-from tests.integration.plain_transformers import Reference, open_reference, save_chat_model
+from tests.integration.plain_transformers import Reference
 
 MODEL = "org/tiny"
 
 
 @pytest.fixture(scope="module")
-def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    directory = tmp_path_factory.mktemp("model")
-    save_chat_model(directory)
-    return directory
-
-
-@pytest.fixture(scope="module")
-def reference(model_dir: Path) -> Reference:
-    return open_reference(model_dir, torch.float32)
-
-
-@pytest.fixture(scope="module")
-def base_url(model_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    flags = ["--base-model", str(model_dir), "--served-model-name", MODEL]
+def base_url(chat_model_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    flags = ["--base-model", str(chat_model_dir), "--served-model-name", MODEL]
     with running_server(tmp_path_factory.mktemp("server"), *flags) as server:
         yield f"{server.url}/v1"
 
 
 @pytest.fixture
-def programs(base_url: str, model_dir: Path, tmp_path: Path) -> Programs:
-    return Programs(base_url, MODEL, model_dir, tmp_path)
+def programs(base_url: str, chat_model_dir: Path, tmp_path: Path) -> Programs:
+    return Programs(base_url, MODEL, chat_model_dir, tmp_path)
 
 
 def test_litellm_gets_what_transformers_generates(programs: Programs, reference: Reference) -> None:

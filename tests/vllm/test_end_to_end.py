@@ -94,7 +94,7 @@ def sdk(server: RunningServer) -> Iterator[tinker.ServiceClient]:
 
 @pytest.fixture(scope="module")
 def client(server: RunningServer) -> Iterator[openai.OpenAI]:
-    with openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0) as client:
+    with server.openai_client() as client:
         yield client
 
 
