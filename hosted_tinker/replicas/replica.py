@@ -124,7 +124,7 @@ class Replica:
                     if not self._scores_alone and adapts_unembedding(named):
                         self._scores_alone = True
                         async with self._gate.enter(lambda: True):
-                            """Those who score together have left."""
+                            pass  # Those who score together have left.
                     entering = stack.enter_async_context(self.adapters.use(named))
                     await self._noting_failure(entering)
                 entering = self._gate.enter(lambda: scores_prompt and self._scores_alone)
