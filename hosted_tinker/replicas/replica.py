@@ -81,6 +81,7 @@ class Replica:
         # vLLM mixes up whose output head gets which adapter when it scores a prompt: the CPU's
         # kernels always, the others once an adapter is on the head.
         self._scores_alone = settings.vllm_on_cpu
+        self._has_scored_together = not settings.vllm_on_cpu
         self._suspect = asyncio.Event()
         self._deaths: list[float] = []
         self._task: asyncio.Task[None] | None = None
@@ -121,10 +122,8 @@ class Replica:
         try:
             async with contextlib.AsyncExitStack() as stack:
                 if named := adapter or self._base_adapter:
-                    if not self._scores_alone and adapts_unembedding(named):
-                        self._scores_alone = True
-                        async with self._gate.enter(lambda: True):
-                            pass  # Those who score together have left.
+                    if adapts_unembedding(named):
+                        await self._end_scoring_together()
                     entering = stack.enter_async_context(self.adapters.use(named))
                     await self._noting_failure(entering)
                 entering = self._gate.enter(lambda: scores_prompt and self._scores_alone)
@@ -132,6 +131,13 @@ class Replica:
                 yield
         finally:
             self.num_requests -= 1
+
+    async def _end_scoring_together(self) -> None:
+        """Returns when prompts are scored alone, and those who scored together have left."""
+        self._scores_alone = True
+        if self._has_scored_together:
+            async with self._gate.enter(lambda: True):
+                self._has_scored_together = False
 
     async def sample(self, sample: Sample) -> SampleOutput:
         """Within `use`. Raises ReplicaGoneError if it should be sent to another, or again."""
