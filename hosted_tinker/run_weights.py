@@ -140,12 +140,8 @@ class NewestWeights:
             self._ensure_publishing(model_id)
             await news.wait()
             if publication.failure is not None and publication.failure[0] >= wanted:
-                raise publication.failure[1]
+                raise publication.failure[1].with_traceback(None)
         return publication.weights
-
-    def find(self, model_id: str) -> RunWeights | None:
-        """What is published now, without waiting for what is newer."""
-        return self._metadata.find_run_weights(model_id)
 
     def forget_ended(self, ttl_s: float) -> None:
         """Drops the weights of runs that left memory longer ago than that."""

@@ -11,7 +11,7 @@ import numpy as np
 import orjson
 from starlette.responses import Response, StreamingResponse
 
-from hosted_tinker.errors import HostedTinkerError
+from hosted_tinker.errors import HostedTinkerError, UserError
 from hosted_tinker.openai_api.chat import Chat
 from hosted_tinker.openai_api.completions import Completions
 from hosted_tinker.openai_api.errors import to_openai_error
@@ -26,7 +26,7 @@ from hosted_tinker.samplers import EmbeddedSampler
 from hosted_tinker.sampling.request_checks import check_sample
 from hosted_tinker.served_weights import ServedWeights
 from hosted_tinker.server import Server
-from hosted_tinker.types import BaseModelInfo, Sample
+from hosted_tinker.types import BaseModelInfo, Int64Array, Sample
 
 JSON = "application/json"
 Chunks = AsyncGenerator[dict[str, Any]]
@@ -108,7 +108,7 @@ def make_sample(
     sample = Sample(
         request_id=f"v1-{uuid.uuid4().hex}",
         adapter=served.adapter,
-        prompt=np.asarray(prompt, dtype=np.int64),
+        prompt=to_token_array(prompt, base),
         params=request.to_params(max_tokens),
         num_samples=request.n or 1,
         prompt_logprobs=scores_prompt,
@@ -118,6 +118,16 @@ def make_sample(
     )
     check_sample(sample, base)
     return sample
+
+
+def to_token_array(prompt: Sequence[int], base: BaseModelInfo) -> Int64Array:
+    """Raises UserError for a number that no token id can have; `check_sample` does the rest."""
+    try:
+        return np.asarray(prompt, dtype=np.int64)
+    except OverflowError as error:
+        raise UserError(
+            f"prompt has token id {max(prompt, key=abs)}; accepted: 0 to {base.vocab_size - 1}"
+        ) from error
 
 
 def to_response(answer: dict[str, Any]) -> Response:

@@ -23,7 +23,7 @@ from hosted_tinker.types import AdapterRef
 logger = logging.getLogger(__name__)
 
 ATTEMPTS = 3
-"""A request whose replica died before the first byte of an answer is sent again."""
+"""A request whose replica died before it had begun to answer is sent again."""
 PASSED_HEADERS = ("content-type", "retry-after")
 END_OF_EVENT = b"\n\n"
 ERROR_EVENT = b'data: {"error"'

@@ -105,7 +105,7 @@ def _draw_cut(logprobs_BV: Tensor, params: Sequence[SamplingParams], uniform_B: 
     of those before it is still below.
     """
     vocab_size = logprobs_BV.shape[1]
-    top_ks = [one.top_k if one.top_k > 0 else vocab_size for one in params]
+    top_ks = [min(one.top_k, vocab_size) if one.top_k > 0 else vocab_size for one in params]
     top_k_B1 = torch.tensor(top_ks, device=logprobs_BV.device)[:, None]
     top_p_B1 = uniform_B.new_tensor([one.top_p for one in params])[:, None]
     sorted_BV, token_BV = logprobs_BV.sort(dim=-1, descending=True, stable=True)

@@ -305,6 +305,7 @@ def test_what_changes_nothing_is_accepted(openai_client: openai.OpenAI) -> None:
         (b'{"model": "fake/model"}', "prompt"),
         (b'{"model": "fake/model", "prompt": []}', "prompt is empty"),
         (b'{"model": "fake/model", "prompt": [300]}', "token id 300"),
+        (b'{"model": "fake/model", "prompt": [9223372036854775808]}', "token id 92233"),
         (b'{"model": "fake/model", "prompt": "a", "max_tokens": 0}', "max_tokens = 0"),
         (b'{"model": "fake/model", "prompt": "a", "echo": true, "stream": true}', "echo"),
     ],

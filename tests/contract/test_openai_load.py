@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import FIRST_COMPLETED, ThreadPoolExecutor, wait
 from pathlib import Path
 
 import httpx
@@ -13,6 +13,7 @@ from tests.contract.conftest import MODEL
 from tests.harness import running_server
 
 FLAGS = ("--backend", "fake", "--base-model", MODEL, "--max-queued-samples", "1")
+SHORT = {"model": MODEL, "prompt": [1], "max_tokens": 1}
 LONG = {"model": MODEL, "prompt": [1], "max_tokens": 4000, "n": 1024}
 
 
@@ -32,10 +33,15 @@ def test_a_full_queue_answers_429(tmp_path: Path) -> None:
 def test_a_server_that_stops_cuts_generations_off_without_a_traceback(
     tmp_path: Path, stream: bool
 ) -> None:
-    with running_server(tmp_path, *FLAGS) as server, ThreadPoolExecutor(1) as pool:
+    with running_server(tmp_path, *FLAGS) as server, ThreadPoolExecutor(2) as pool:
         url = f"{server.url}/v1/completions"
-        pending = pool.submit(httpx.post, url, json={**LONG, "stream": stream}, timeout=60)
-        time.sleep(1)
+        both = [
+            pool.submit(httpx.post, url, json={**LONG, "stream": stream}, timeout=60)
+            for _ in range(2)
+        ]
+        # One is refused because the other is under way.
+        refused, (pending,) = wait(both, return_when=FIRST_COMPLETED)
+        assert refused.pop().result().status_code == 429
         server.process.terminate()
         assert server.process.wait(20) == 0
         if stream:
@@ -59,8 +65,7 @@ def test_a_client_that_hangs_up_stops_the_generation(tmp_path: Path, stream: boo
             with pytest.raises(httpx.ReadTimeout):
                 httpx.post(url, json=LONG, timeout=0.5)
         deadline = time.monotonic() + 30
-        short = {**LONG, "n": 1, "max_tokens": 1}
-        while (again := httpx.post(url, json=short, timeout=30)).status_code == 429:
+        while (again := httpx.post(url, json=SHORT, timeout=30)).status_code == 429:
             assert time.monotonic() < deadline
             time.sleep(0.05)
         assert again.status_code == 200

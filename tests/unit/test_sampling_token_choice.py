@@ -55,6 +55,7 @@ def test_temperature_zero_is_argmax_with_the_logprob_of_temperature_one() -> Non
         # Of the three best, renormalised, the first two hold 0.833.
         ({"top_k": 3, "top_p": 0.8}, {1: 2 / 3, 3: 1 / 3}),
         ({"top_k": 99}, dict(enumerate(PROBS))),
+        ({"top_k": 2**63}, dict(enumerate(PROBS))),
     ],
 )
 def test_top_k_then_top_p(params: dict[str, float], support: dict[int, float]) -> None:
