@@ -145,6 +145,7 @@ class ReplicaPool:
 
         Raises:
             UnservableError: a replica refuses it.
+            UserError: its files can't be read.
         """
         await asyncio.gather(*(self._load(replica, adapter) for replica in self._ready))
 

@@ -116,7 +116,7 @@ class Replica:
             scores_prompt: the request asks for log-probabilities of its prompt, and may have to
                 be alone in the engine.
 
-        Raises UnservableError or ReplicaGoneError.
+        Raises UnservableError, UserError for files that can't be read, or ReplicaGoneError.
         """
         self.num_requests += 1
         try:
@@ -159,7 +159,7 @@ class Replica:
         self._deaths.clear()
 
     async def load(self, adapter: AdapterRef) -> None:
-        """Raises UnservableError or ReplicaGoneError."""
+        """Raises what `use` raises."""
         async with self.use(adapter):
             pass
 

@@ -15,6 +15,7 @@ from tests.integration.tiny_engine import PROMPT
 from tests.vllm.tiny_replicas import MAX_HELD, TOO_HIGH_RANK, Reference, Serving, count_running
 
 COUNT = 6
+MANY = 128  # samples, more than run at once: they take seconds on any machine
 
 
 def fetch_models(serving: Serving) -> EngineModels:
@@ -85,8 +86,9 @@ def test_a_rank_that_is_too_high_is_refused_in_vllms_words(
 
 def test_files_that_are_not_there_are_refused(serving: Serving) -> None:
     missing = AdapterRef("missing", serving.tiny.state_dir / "missing")
-    with pytest.raises(UnservableError, match="'missing'"):
+    with pytest.raises(UserError, match="'missing' has no readable LoRA configuration"):
         serving.loop.run(serving.pool.load_everywhere(missing))
+    assert "missing" not in serving.pool.held_adapters()
 
 
 def test_an_adapter_that_vllm_has_lost_is_loaded_again(
@@ -107,9 +109,9 @@ def test_an_adapter_that_vllm_has_lost_is_loaded_again(
 
 @pytest.mark.parametrize("by_id", [True, False])
 def test_a_cancelled_sample_ends_in_vllm_too(serving: Serving, by_id: bool) -> None:
-    sample = serving.make_sample(PROMPT, "a0", num_samples=4, stop=())
+    sample = serving.make_sample(PROMPT, "a0", num_samples=MANY, stop=())
     pending = serving.loop.submit(serving.pool.sample(sample))
-    while count_running(serving) < 4:
+    while count_running(serving) == 0:
         assert not pending.done()
         time.sleep(0.02)
     if by_id:
