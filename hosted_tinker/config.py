@@ -68,22 +68,25 @@ class PytorchConfig(BaseModel):
         ),
     ] = "auto"
     attn_implementation: Annotated[
-        Literal["sdpa", "eager", "flash_attention_2"],
-        Field(description="Attention of the training passes, by Hugging Face's name."),
-    ] = "sdpa"
+        Literal["auto", "sdpa", "eager", "flash_attention_2"],
+        Field(
+            description="Attention of the training passes. auto: sequences lie packed behind one "
+            "another where the architecture allows it. The others are Hugging Face's, on "
+            "sequences that are padded."
+        ),
+    ] = "auto"
     micro_batch_tokens: Annotated[
         int,
         Field(
-            description="Most tokens, padding included, of one forward and backward pass. A "
-            "longer sequence goes alone.",
+            description="Most tokens of one forward and backward pass, padding included where "
+            "there is some. A longer sequence goes alone.",
             ge=1,
         ),
     ] = 4096
     logits_chunk_tokens: Annotated[
         int,
         Field(
-            description="Positions whose logits exist at once; they are computed again in the "
-            "backward pass.",
+            description="Positions whose logits exist at once.",
             ge=1,
         ),
     ] = 1024

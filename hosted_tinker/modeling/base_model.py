@@ -82,14 +82,14 @@ def load_base_model(
     else:
         raise SettingsError(f"base_model {base_model!r}: no such directory")
     disable_dropout(model_config)
-    attention = config.attn_implementation if role == "trainer" else "sdpa"
+    attention = config.attn_implementation if role == "trainer" else "auto"
     try:
         module = AutoModelForCausalLM.from_pretrained(
             base_model,
             config=model_config,
             dtype=choose_dtype(config),
             device_map=choose_device_map(config, role),
-            attn_implementation=attention,
+            attn_implementation="sdpa" if attention == "auto" else attention,
             use_safetensors=True,
         )
     except (OSError, ValueError, ImportError) as error:

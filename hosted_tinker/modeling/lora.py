@@ -164,6 +164,12 @@ class LoraModel:
         for layer in self.layers.values():
             layer.pairs.pop(adapter, None)
 
+    def get_head_parameters(self, adapter: str) -> list[nn.Parameter]:
+        """The adapter's parameters on the output head, if it has any."""
+        heads = [self.layers[name] for name, group in self.group_of.items() if group == "unembed"]
+        pairs = [head.pairs[adapter] for head in heads if adapter in head.pairs]
+        return [parameter for pair in pairs for parameter in (pair.A, pair.B)]
+
     def named_parameters(self, adapter: str) -> dict[str, nn.Parameter]:
         """The adapter's live parameters, under `{layer}.lora_A.weight` and `.lora_B.weight`."""
         parameters: dict[str, nn.Parameter] = {}

@@ -1,11 +1,9 @@
 """Data to the tensors of micro-batches, and log-probabilities back to the shapes of the data.
 
-Sequences are padded on the right. A causal decoder needs no attention mask for that: every pad comes
-after every real token of its row, so no real position can see one, and the hidden states of pads
-are never read. The losses see real cells only.
+The sequences of a micro-batch lie one after another, with nothing between them.
 
-Shape letters: B sequences, T longest of them, P real positions, N tokens of a datum, K targets per
-position, Q cells (a position and a target; K may differ between data).
+Shape letters: P positions of all sequences, B sequences, N tokens of a datum, K targets per position,
+Q cells (a position and a target; K may differ between data).
 """
 
 from __future__ import annotations
@@ -26,45 +24,55 @@ class MicroBatch:
     """What one pass needs, on the CPU.
 
     Attributes:
-        input_ids_BT: int64, right-padded with token 0.
-        real_P: int64, indices of the real positions in the flattened `input_ids_BT`, by datum.
-        position_Q: int64, ascending, the row of `real_P` that a cell is scored at.
+        tokens_P: int64, by datum.
+        lengths: of the B sequences; they sum to P.
+        position_Q: int64, ascending, the row of `tokens_P` that a cell is scored at.
         target_Q: int64 token id.
         inputs: name -> float32 [Q], the loss inputs other than the targets.
         shapes: of each datum's targets, [N] or [N, K].
     """
 
-    input_ids_BT: Tensor
-    real_P: Tensor
+    tokens_P: Tensor
+    lengths: Sequence[int]
     position_Q: Tensor
     target_Q: Tensor
     inputs: Mapping[str, Tensor]
     shapes: Sequence[tuple[int, ...]]
 
 
-def plan_micro_batches(lengths: Sequence[int], max_tokens: int) -> list[list[int]]:
-    """Groups sequences by length so that rows * longest is at most `max_tokens`.
+def plan_micro_batches(
+    lengths: Sequence[int], max_tokens: int, *, padded: bool = False
+) -> list[list[int]]:
+    """Groups sequences so that each group costs at most `max_tokens`. A longer sequence goes alone.
 
-    A longer sequence goes alone. The longest go first: what does not fit in memory fails early.
+    The longest go first: what does not fit in memory fails early. Each goes into the first group
+    that has room (first-fit decreasing, at most 11/9 of the fewest groups), so that a group is in
+    descending order of length, and equal lengths stand together.
+
+    Args:
+        padded: a group costs rows * longest, and not the sum of its lengths.
 
     Returns:
         Indices into `lengths`, each once.
     """
     plan: list[list[int]] = []
+    room: list[int] = []
     for index in sorted(range(len(lengths)), key=lambda i: (-lengths[i], i)):
-        if plan and (len(plan[-1]) + 1) * lengths[plan[-1][0]] <= max_tokens:
-            plan[-1].append(index)
+        length = lengths[index]
+        for group, free in enumerate(room):
+            cost = lengths[plan[group][0]] if padded else length
+            if cost <= free:
+                plan[group].append(index)
+                room[group] -= cost
+                break
         else:
             plan.append([index])
+            room.append(max_tokens - length)
     return plan
 
 
 def collate(data: Sequence[Datum]) -> MicroBatch:
     """One micro-batch of all data, in order."""
-    lengths_B = np.array([len(datum.tokens) for datum in data])
-    is_real_BT = np.arange(lengths_B.max()) < lengths_B[:, None]
-    input_ids_BT = np.zeros(is_real_BT.shape, dtype=np.int64)
-    input_ids_BT[is_real_BT] = np.concatenate([datum.tokens for datum in data])
     targets = [datum.loss_fn_inputs["target_tokens"] for datum in data]
     cells_per_position_P = np.concatenate(
         [np.full(len(target), target[0].size) for target in targets]
@@ -72,8 +80,8 @@ def collate(data: Sequence[Datum]) -> MicroBatch:
     position_Q = np.repeat(np.arange(len(cells_per_position_P)), cells_per_position_P)
     names = data[0].loss_fn_inputs.keys() - {"target_tokens"}
     return MicroBatch(
-        input_ids_BT=torch.from_numpy(input_ids_BT),
-        real_P=torch.from_numpy(np.flatnonzero(is_real_BT)),
+        tokens_P=torch.from_numpy(np.concatenate([datum.tokens for datum in data])),
+        lengths=[len(datum.tokens) for datum in data],
         position_Q=torch.from_numpy(position_Q),
         target_Q=torch.from_numpy(flatten(targets)),
         inputs={

@@ -19,6 +19,8 @@ from collections.abc import Callable, Mapping
 import torch
 from torch import Tensor
 
+from hosted_tinker.modeling.target_logprobs import LossGradient
+
 LossFn = Callable[[Tensor, Mapping[str, Tensor], Mapping[str, float]], Tensor]
 """(logprobs_Q, inputs, config) -> scalar loss. logprobs_Q: float32, nats, carries grad. inputs:
 name -> float32 [Q], the `loss_fn_inputs` without `target_tokens`. config: all keys of the loss."""
@@ -102,6 +104,17 @@ LOSSES: Mapping[str, LossFn] = {
     "cispo": cispo,
     "dro": dro,
 }
+
+
+def describe_gradient(loss_fn: str, inputs: Mapping[str, Tensor]) -> LossGradient:
+    """What the inputs alone say of the gradient with respect to the log-probabilities."""
+    match loss_fn:
+        case "cross_entropy":
+            return LossGradient(inputs["weights"] != 0, -inputs["weights"])
+        case "dro":
+            return LossGradient(torch.ones_like(inputs["advantages"], dtype=torch.bool))
+        case _:
+            return LossGradient(inputs["advantages"] != 0)
 
 
 def compute_log_ratio(

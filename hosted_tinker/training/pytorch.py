@@ -4,7 +4,7 @@ A `forward_backward` is planned as micro-batches; each runs the decoder, scores 
 takes the gradient of its loss. The gradients are added to the run's only once all of them are
 there, so that a call that fails leaves the run as it was.
 
-Shape letters: B sequences, T longest of them, D hidden size, Q cells (a position and a target).
+Shape letters: P positions of a micro-batch, D hidden size, Q cells (a position and a target).
 """
 
 from __future__ import annotations
@@ -33,12 +33,13 @@ from hosted_tinker.modeling.adapter_files import (
     save_adapter,
 )
 from hosted_tinker.modeling.base_model import BaseModel, load_base_model, restrict_visible_gpus
+from hosted_tinker.modeling.decoder_pass import DecoderPass
 from hosted_tinker.modeling.lora import LoraModel, clone_to_cpu
-from hosted_tinker.modeling.target_logprobs import compute_target_logprobs
+from hosted_tinker.modeling.target_logprobs import Cells, OutputHead, compute_target_logprobs
 from hosted_tinker.training.backend import ReportProgress
 from hosted_tinker.training.batch import MicroBatch, collate, plan_micro_batches, split_by_shape
 from hosted_tinker.training.lora_checks import check_lora, check_same_shape
-from hosted_tinker.training.losses import LOSSES
+from hosted_tinker.training.losses import LOSSES, describe_gradient
 from hosted_tinker.training.mismatch import SamplingMismatch
 from hosted_tinker.training.optim import AdamOptimizer, check_optimizer_state
 from hosted_tinker.types import (
@@ -76,6 +77,7 @@ class PytorchBackend:
         self._base_model = base_model
         self._base = base
         self._config = config
+        self._decoder = DecoderPass(base, pack=config.attn_implementation == "auto")
         self._lora = LoraModel(base.module)
         self._runs: dict[str, Run] = {}
         self._snapshots: dict[str, Snapshot] = {}
@@ -184,11 +186,13 @@ class PytorchBackend:
         loss_sum = 0.0
         mismatch = SamplingMismatch()
         lengths = [len(datum.tokens) for datum in operation.data]
-        for indices in plan_micro_batches(lengths, self._config.micro_batch_tokens):
+        plan = plan_micro_batches(
+            lengths, self._config.micro_batch_tokens, padded=not self._decoder.packs
+        )
+        for indices in plan:
             batch = collate([operation.data[index] for index in indices])
             with torch.set_grad_enabled(not operation.forward_only):
-                logprobs_Q = self._score(batch)
-                inputs = {name: x.to(logprobs_Q.device) for name, x in batch.inputs.items()}
+                logprobs_Q, inputs = self._score(batch, operation)
                 loss = LOSSES[operation.loss_fn](logprobs_Q, inputs, config)
             loss_sum += check_loss(float(loss.detach()))
             mismatch.add(logprobs_Q, inputs)
@@ -204,18 +208,21 @@ class PytorchBackend:
             {"loss:sum": loss_sum, **mismatch.metrics},
         )
 
-    def _score(self, batch: MicroBatch) -> Tensor:
-        """Float32 [Q] log-probabilities of the targets."""
-        input_ids_BT = batch.input_ids_BT.to(self._base.input_device)
-        hidden_BTD = self._base.decoder(input_ids=input_ids_BT, use_cache=False).last_hidden_state
-        device = hidden_BTD.device
-        return compute_target_logprobs(
-            self._base,
-            hidden_BTD.flatten(0, 1)[batch.real_P.to(device)],
-            batch.position_Q.to(device),
-            batch.target_Q.to(device),
-            chunk_tokens=self._config.logits_chunk_tokens,
+    def _score(
+        self, batch: MicroBatch, operation: ForwardBackward
+    ) -> tuple[Tensor, dict[str, Tensor]]:
+        """Float32 [Q] log-probabilities of the targets, and the loss's inputs beside them."""
+        hidden_PD = self._decoder.run(batch.tokens_P, batch.lengths)
+        device = hidden_PD.device
+        inputs = {name: values.to(device) for name, values in batch.inputs.items()}
+        trained = self._lora.get_head_parameters(operation.model_id)
+        head = OutputHead(self._base, trained, self._config.logits_chunk_tokens)
+        cells = Cells(batch.position_Q.to(device), batch.target_Q.to(device))
+        gradient = describe_gradient(operation.loss_fn, inputs)
+        logprobs_Q = compute_target_logprobs(
+            head, hidden_PD, cells, None if operation.forward_only else gradient
         )
+        return logprobs_Q, inputs
 
     def _check_adapter(
         self, adapter: Mapping[str, Tensor], lora: LoraConfig

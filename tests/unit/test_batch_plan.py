@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
-
 import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
@@ -20,23 +18,32 @@ def test_every_index_is_planned_once(lengths, max_tokens):
     assert sorted(index for batch in plan for index in batch) == list(range(len(lengths)))
 
 
-@given(LENGTHS, st.integers(1, 400))
-def test_padded_size_is_within_the_budget_or_a_sequence_is_alone(lengths, max_tokens):
-    for batch in plan_micro_batches(lengths, max_tokens):
-        longest = max(lengths[index] for index in batch)
-        assert len(batch) * longest <= max_tokens or len(batch) == 1
+@given(LENGTHS, st.integers(1, 400), st.booleans())
+def test_a_batch_is_within_the_budget_or_a_sequence_is_alone(lengths, max_tokens, padded):
+    for batch in plan_micro_batches(lengths, max_tokens, padded=padded):
+        sizes = [lengths[index] for index in batch]
+        cost = len(sizes) * max(sizes) if padded else sum(sizes)
+        assert cost <= max_tokens or len(batch) == 1
 
 
 @given(LENGTHS, st.integers(1, 400))
-def test_no_two_neighbours_would_fit_in_one_batch(lengths, max_tokens):
+def test_at_most_one_batch_is_less_than_half_full(lengths, max_tokens):
     plan = plan_micro_batches(lengths, max_tokens)
-    for batch, following in itertools.pairwise(plan):
-        assert (len(batch) + 1) * lengths[batch[0]] > max_tokens
-        assert min(lengths[i] for i in batch) >= max(lengths[i] for i in following)
+    sizes = [sum(lengths[index] for index in batch) for batch in plan]
+    assert sum(2 * size <= max_tokens for size in sizes) <= 1
 
 
-def test_plan_worked_by_hand():
-    assert plan_micro_batches([3, 10, 4, 1, 25], 12) == [[4], [1], [2, 0, 3]]
+@given(LENGTHS, st.integers(1, 400))
+def test_a_batch_goes_from_the_longest_to_the_shortest(lengths, max_tokens):
+    for batch in plan_micro_batches(lengths, max_tokens):
+        sizes = [lengths[index] for index in batch]
+        assert sizes == sorted(sizes, reverse=True)
+
+
+def test_plans_worked_by_hand():
+    lengths = [3, 10, 4, 1, 25]
+    assert plan_micro_batches(lengths, 12) == [[4], [1, 3], [2, 0]]
+    assert plan_micro_batches(lengths, 12, padded=True) == [[4], [1], [2, 0, 3]]
 
 
 def make_datum(tokens, targets, weights):
@@ -56,8 +63,8 @@ def test_collation_worked_by_hand_with_ragged_numbers_of_targets():
             make_datum([7, 8, 9], [7, 8, 9], [0.7, 0.8, 0.9]),
         ]
     )
-    assert batch.input_ids_BT.tolist() == [[5, 6, 0], [7, 8, 9]]
-    assert batch.real_P.tolist() == [0, 1, 3, 4, 5]
+    assert batch.tokens_P.tolist() == [5, 6, 7, 8, 9]
+    assert batch.lengths == [2, 3]
     assert batch.position_Q.tolist() == [0, 0, 0, 1, 1, 1, 2, 3, 4]
     assert batch.target_Q.tolist() == [1, 2, 3, 4, 5, 6, 7, 8, 9]
     assert batch.inputs.keys() == {"weights"}
@@ -78,7 +85,7 @@ def test_every_cell_finds_its_own_token_and_comes_back_in_its_shape(sizes):
         for shape in shapes
     ]
     batch = collate(data)
-    tokens_Q = batch.input_ids_BT.flatten()[batch.real_P][batch.position_Q]
+    tokens_Q = batch.tokens_P[batch.position_Q]
     values = split_by_shape(tokens_Q.numpy().astype(np.float32), batch.shapes)
     for datum, found in zip(data, values, strict=True):
         targets = datum.loss_fn_inputs["target_tokens"]

@@ -1,0 +1,152 @@
+"""Attention over sequences that lie one after another in one row, with no padding between them.
+
+It stands in transformers' table of attention functions under `PACKED`. The lengths of the sequences
+travel through the decoder as the keyword `sequence_lengths`; a call without it is plain causal
+attention.
+
+Shape letters: H query heads, G key and value heads, P positions of all sequences, E head size, N
+sequences of one length, L that length.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from itertools import groupby
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import scaled_dot_product_attention
+from transformers import AttentionInterface
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+
+PACKED = "hosted_tinker_packed"
+UNKNOWN = ("softcap", "s_aux", "position_bias")
+"""Arguments of attention functions that change the result, and that this one does not compute."""
+
+
+def packed_attention(
+    module: nn.Module,
+    query_1HPE: Tensor,
+    key_1GPE: Tensor,
+    value_1GPE: Tensor,
+    attention_mask: Tensor | None,
+    *,
+    sequence_lengths: Sequence[int] | None = None,
+    scaling: float | None = None,
+    sliding_window: int | None = None,
+    **kwargs: Any,
+) -> tuple[Tensor, None]:
+    """Causal within each sequence. Returns [1, P, H, E], and no weights.
+
+    Args:
+        sequence_lengths: in the order of the row; they sum to P.
+        sliding_window: how many positions, itself included, a position sees at most.
+
+    Raises:
+        NotImplementedError: the architecture asks for more than that.
+    """
+    unknown = [name for name in UNKNOWN if kwargs.get(name) is not None]
+    if unknown:
+        raise NotImplementedError(f"attention with {', '.join(unknown)}")
+    if sequence_lengths is None:
+        return sdpa_attention_forward(
+            module, query_1HPE, key_1GPE, value_1GPE, attention_mask, scaling=scaling, **kwargs
+        )
+    longest = max(sequence_lengths)
+    window = sliding_window if sliding_window is not None and sliding_window < longest else None
+    query_HPE, key_GPE, value_GPE = query_1HPE[0], key_1GPE[0], value_1GPE[0]
+    if can_use_varlen(query_HPE):
+        out_PHE = attend_varlen(query_HPE, key_GPE, value_GPE, sequence_lengths, scaling, window)
+    else:
+        out_PHE = attend_by_length(query_HPE, key_GPE, value_GPE, sequence_lengths, scaling, window)
+    return out_PHE[None], None
+
+
+def can_use_varlen(query_HPE: Tensor) -> bool:
+    """Whether torch's FlashAttention takes it: 16 bits, a head of at most 256, Ampere or newer."""
+    return (
+        query_HPE.is_cuda
+        and query_HPE.dtype in (torch.bfloat16, torch.float16)
+        and query_HPE.shape[-1] <= 256
+        and torch.cuda.get_device_capability(query_HPE.device) >= (8, 0)
+    )
+
+
+def attend_varlen(
+    query_HPE: Tensor,
+    key_GPE: Tensor,
+    value_GPE: Tensor,
+    lengths: Sequence[int],
+    scaling: float | None,
+    window: int | None,
+) -> Tensor:
+    """One kernel for all sequences. Returns [P, H, E]."""
+    from torch.nn.attention.varlen import varlen_attn
+
+    bounds = torch.tensor([0, *lengths], dtype=torch.int32).cumsum(0, dtype=torch.int32)
+    bounds = bounds.to(query_HPE.device, non_blocking=True)
+    out = varlen_attn(
+        query_HPE.transpose(0, 1),
+        key_GPE.transpose(0, 1),
+        value_GPE.transpose(0, 1),
+        bounds,
+        bounds,
+        max(lengths),
+        max(lengths),
+        scale=scaling,
+        window_size=(-1 if window is None else window - 1, 0),
+        enable_gqa=query_HPE.shape[0] != key_GPE.shape[0],
+    )
+    assert isinstance(out, Tensor)
+    return out
+
+
+def attend_by_length(
+    query_HPE: Tensor,
+    key_GPE: Tensor,
+    value_GPE: Tensor,
+    lengths: Sequence[int],
+    scaling: float | None,
+    window: int | None,
+) -> Tensor:
+    """One kernel for each run of sequences of one length. Returns [P, H, E]."""
+    parts: list[Tensor] = []
+    for start, count, length in find_groups(lengths):
+        query, key, value = (
+            part[:, start : start + count * length]
+            .unflatten(1, (count, length))
+            .transpose(0, 1)
+            for part in (query_HPE, key_GPE, value_GPE)
+        )
+        is_banded = window is not None and window < length
+        out_NHLE = scaled_dot_product_attention(
+            query,
+            key,
+            value,
+            attn_mask=make_band(length, window, query.device) if is_banded else None,
+            scale=scaling,
+            is_causal=not is_banded,
+            enable_gqa=query.shape[1] != key.shape[1],
+        )
+        parts.append(out_NHLE.transpose(1, 2).flatten(0, 1))
+    return torch.cat(parts)
+
+
+def find_groups(lengths: Sequence[int]) -> Iterator[tuple[int, int, int]]:
+    """(first position, number of sequences, their length) of each run of equal lengths."""
+    start = 0
+    for length, group in groupby(lengths):
+        count = len(list(group))
+        yield start, count, length
+        start += count * length
+
+
+def make_band(length: int, window: int | None, device: torch.device) -> Tensor:
+    """Bool [L, L], true where a position may look: at itself and the `window - 1` before it."""
+    assert window is not None
+    everything = torch.ones(length, length, dtype=torch.bool, device=device)
+    return everything.tril().triu(1 - window)
+
+
+AttentionInterface.register(PACKED, packed_attention)
