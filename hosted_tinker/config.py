@@ -309,6 +309,14 @@ class Settings(BaseModel):
     max_request_bytes: Annotated[
         int, Field(description="Largest request body accepted, decompressed.", ge=1024)
     ] = 128_000_000
+    joint_tokens: Annotated[
+        int | None,
+        Field(
+            description="Most tokens of waiting forward_backward requests, of any runs, that are "
+            "computed together. Unset: 1024 on the CPU, 16384 on a GPU.",
+            ge=1,
+        ),
+    ] = None
     max_queued_samples: Annotated[
         int,
         Field(description="Sampling requests that may wait; beyond it clients back off.", ge=1),

@@ -15,7 +15,7 @@ from typing import Any
 
 from hosted_tinker.errors import UserError
 from hosted_tinker.futures import Future
-from hosted_tinker.types import FutureResult, TrainingOperation
+from hosted_tinker.types import ForwardBackward, FutureResult, TrainingOperation
 
 CREATE_SEQ_ID = 0
 """The request that creates a run comes before its first numbered one."""
@@ -39,7 +39,7 @@ class Job:
 
     model_id: str
     seq_id: int
-    work: TrainingOperation | UserError
+    work: ForwardBackward | TrainingOperation | UserError
     future: Future
     finish: Finish
     in_background: bool = False
@@ -82,17 +82,23 @@ class RunQueue:
         self._waiting[job.seq_id] = job
         self._watch_gap(now)
 
-    def pop_ready(self, now: float) -> Job | None:
-        """The next job, if its turn has come."""
+    def peek_ready(self, now: float) -> Job | None:
+        """The next job, if its turn has come. It stays."""
         if not self._waiting:
             return None
         first = min(self._waiting)
         if first != self._next_seq_id and not self._gap_is_permanent(first, now):
             return None
-        self._next_seq_id = first + 1
-        job = self._waiting.pop(first)
-        self._gap_since = None
-        self._watch_gap(now)
+        return self._waiting[first]
+
+    def pop_ready(self, now: float) -> Job | None:
+        """The next job, if its turn has come."""
+        job = self.peek_ready(now)
+        if job is not None:
+            del self._waiting[job.seq_id]
+            self._next_seq_id = job.seq_id + 1
+            self._gap_since = None
+            self._watch_gap(now)
         return job
 
     def wait_s(self, now: float) -> float | None:

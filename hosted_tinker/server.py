@@ -78,6 +78,7 @@ class Server:
             self.trainer,
             self.futures,
             gap_s=settings.effective_sequence_gap_s,
+            joint_tokens=settings.joint_tokens,
             on_new_weights=self._note_change,
             may_close=self._may_close,
         )

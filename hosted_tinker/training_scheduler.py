@@ -1,7 +1,8 @@
 """The device lane: takes the runs' requests to the trainer, one at a time.
 
-Each run's requests run in `seq_id` order (`run_queue`); runs take turns. Files are written outside
-the lane, so that no write holds up a pass.
+Each run's requests run in `seq_id` order (`run_queue`); runs take turns. Small `forward_backward`
+requests that wait together, of one run or of many, go together and share passes. Files are written
+outside the lane, so that no write holds up a pass.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ import asyncio
 import logging
 import time
 from collections import deque
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -29,6 +30,7 @@ from hosted_tinker.types import (
     ClearGradients,
     CreateModel,
     ForwardBackward,
+    JointForwardBackward,
     LoadState,
     OptimStep,
     TrainingOperation,
@@ -37,6 +39,10 @@ from hosted_tinker.types import (
 from hosted_tinker.workers.group import GroupState, WorkerGroup
 
 logger = logging.getLogger(__name__)
+
+JOINT_TOKENS_ON_CPU = 1024
+JOINT_TOKENS_ON_GPU = 16384
+"""Of requests that share passes. Where a device is busy without sharing, only the waiting grows."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,6 +92,7 @@ class TrainingScheduler:
     """Owns every run's queue and the one task that talks to the trainer.
 
     Args:
+        joint_tokens: most tokens of requests that share passes; None chooses by the trainer's device.
         on_new_weights: called with the run's id after each change of its weights, before the
             request that made it is answered.
         may_close: whether a run that has ended may leave memory; asked again after `wake`.
@@ -97,19 +104,21 @@ class TrainingScheduler:
         futures: Futures,
         *,
         gap_s: float,
+        joint_tokens: int | None,
         on_new_weights: Callable[[str], None],
         may_close: Callable[[str], bool],
     ) -> None:
         self._trainer = trainer
         self._futures = futures
         self._gap_s = gap_s
+        self._joint_tokens = joint_tokens
         self._on_new_weights = on_new_weights
         self._may_close = may_close
         self._captures: deque[WaitingCapture] = deque()
         self._runs: dict[str, Run] = {}
         self._turns: deque[str] = deque()
         self._wake = asyncio.Event()
-        self._running: Job | None = None
+        self._running: Sequence[Job] = ()
         self._running_since = 0.0
         self._background: set[asyncio.Task[None]] = set()
         self._saves: set[asyncio.Task[None]] = set()
@@ -180,11 +189,13 @@ class TrainingScheduler:
             self._wake.clear()
             await self._run_captures()
             await self._close_runs()
-            job = self._take_job()
-            if job is None:
+            jobs = self._take_jobs()
+            if not jobs:
                 await self._wait_for_work()
+            elif isinstance(jobs[0].work, ForwardBackward):
+                await self._run_passes(jobs)
             else:
-                await self._run_job(job)
+                await self._run_job(jobs[0])
 
     async def drain(self, timeout_s: float) -> None:
         """Waits for checkpoints that are being written, and drops the rest. The lane has ended."""
@@ -194,14 +205,44 @@ class TrainingScheduler:
             task.cancel()
         await asyncio.gather(*self._background, return_exceptions=True)
 
-    def _take_job(self) -> Job | None:
-        """The next ready job, runs taking turns."""
+    def _take_jobs(self) -> list[Job]:
+        """The next ready job, runs taking turns, and what can share its passes."""
+        now = time.monotonic()
         for _ in range(len(self._turns)):
             model_id = self._turns[0]
             self._turns.rotate(-1)
-            if job := self._runs[model_id].queue.pop_ready(time.monotonic()):
-                return job
-        return None
+            if job := self._runs[model_id].queue.pop_ready(now):
+                return [job, *self._take_companions(job, now)]
+        return []
+
+    def _take_companions(self, first: Job, now: float) -> list[Job]:
+        """Ready requests that together with the first have few enough tokens to share passes."""
+        if not isinstance(first.work, ForwardBackward):
+            return []
+        room = self._max_joint_tokens - first.work.num_tokens
+        taken: list[Job] = []
+        # The first job's own run is the last in turn: the others go before its next request.
+        for model_id in list(self._turns):
+            queue = self._runs[model_id].queue
+            while (job := queue.peek_ready(now)) and isinstance(job.work, ForwardBackward):
+                if job.work.num_tokens > room:
+                    break
+                room -= job.work.num_tokens
+                queue.pop_ready(now)
+                taken.append(job)
+        for model_id in dict.fromkeys(job.model_id for job in taken):
+            self._turns.remove(model_id)
+            self._turns.append(model_id)
+        return taken
+
+    @property
+    def _max_joint_tokens(self) -> int:
+        """Beyond that, sharing gains nothing and makes the first wait for the others."""
+        if self._joint_tokens is not None:
+            return self._joint_tokens
+        base_model = self._trainer.base_model
+        on_cpu = base_model is None or base_model.device == "cpu"
+        return JOINT_TOKENS_ON_CPU if on_cpu else JOINT_TOKENS_ON_GPU
 
     async def _wait_for_work(self) -> None:
         now = time.monotonic()
@@ -241,55 +282,91 @@ class TrainingScheduler:
                 except HostedTinkerError as error:
                     logger.warning("unload failed model_id=%s error=%s", model_id, error)
 
+    async def _run_passes(self, jobs: Sequence[Job]) -> None:
+        """`forward_backward` requests in shared passes. Each fails for itself only."""
+        self._running, self._running_since = jobs, time.monotonic()
+        able: list[tuple[Job, ForwardBackward]] = []
+        try:
+            for job in jobs:
+                assert isinstance(job.work, ForwardBackward)
+                try:
+                    check_forward_backward(job.work, await self._trainer.wait_ready())
+                    await self._check_state(self._runs[job.model_id], job.work)
+                except Exception as error:  # noqa: BLE001 - the lane must go on; the future says what happened
+                    self._fail(job, error)
+                else:
+                    able.append((job, job.work))
+            if able:
+                outputs = await self._trainer.call(JointForwardBackward([work for _, work in able]))
+                for (job, _), output in zip(able, outputs, strict=True):
+                    await self._settle_pass(job, output)
+        except Exception as error:  # noqa: BLE001 - as above
+            for job, _ in able:
+                if job.future.result is None:
+                    self._fail(job, error)
+        finally:
+            self._running = ()
+
+    async def _settle_pass(self, job: Job, output: Any) -> None:
+        if isinstance(output, HostedTinkerError):
+            self._fail(job, output)
+        else:
+            self._remember(job)
+            self._log(job)
+            await self._finish(job, output)
+
     async def _run_job(self, job: Job) -> None:
         """One request: the trainer's part here, the rest here or in the background."""
         run = self._runs[job.model_id]
-        self._running, self._running_since = job, time.monotonic()
+        self._running, self._running_since = (job,), time.monotonic()
         try:
             if isinstance(job.work, UserError):
                 raise job.work
-            if isinstance(job.work, ForwardBackward):
-                check_forward_backward(job.work, await self._trainer.wait_ready())
+            assert not isinstance(job.work, ForwardBackward)
             await self._check_state(run, job.work)
             output = await self._trainer.call(job.work)
         except Exception as error:  # noqa: BLE001 - the lane must go on; the future says what happened
-            self._fail(run, job, error)
+            self._fail(job, error)
             return
         finally:
-            self._running = None
-        self._remember_pass(run, job)
+            self._running = ()
+        self._remember(job)
         self._log(job)
         if isinstance(job.work, CaptureState):
             output = run.progress
         if job.in_background:
             tasks = self._saves if isinstance(job.work, CaptureState) else self._background
-            spawn(tasks, self._finish(run, job, output))
+            spawn(tasks, self._finish(job, output))
         else:
-            await self._finish(run, job, output)
+            await self._finish(job, output)
 
-    async def _finish(self, run: Run, job: Job, output: Any) -> None:
+    async def _finish(self, job: Job, output: Any) -> None:
         try:
             result = await job.finish(output)
         except Exception as error:  # noqa: BLE001 - as above
-            self._fail(run, job, error)
+            self._fail(job, error)
         else:
             self._futures.settle(job.future, result)
 
-    def _fail(self, run: Run, job: Job, error: Exception) -> None:
+    def _fail(self, job: Job, error: Exception) -> None:
         """Settles the future with the error; one that we do not know is logged with its traceback."""
+        run = self._runs.get(job.model_id)
         if not isinstance(error, HostedTinkerError):
             logger.error("failed model_id=%s seq_id=%d", job.model_id, job.seq_id, exc_info=error)
             error = WorkerFailedError(f"internal error: {type(error).__name__}: {error}")
         else:
             logger.info("failed model_id=%s seq_id=%d error=%s", job.model_id, job.seq_id, error)
-        if job.computes_gradient:
+        # A run may be gone when one of its checkpoints can't be written.
+        if run is not None and job.computes_gradient:
             run.failed_passes.append(job.future)
-        if job.seq_id == CREATE_SEQ_ID:
+        if run is not None and job.seq_id == CREATE_SEQ_ID:
             run.closing = True
             self._wake.set()
         self._futures.settle(job.future, error)
 
-    def _remember_pass(self, run: Run, job: Job) -> None:
+    def _remember(self, job: Job) -> None:
+        """Notes what a request that succeeded changed."""
+        run = self._runs[job.model_id]
         match job.work:
             case ForwardBackward(forward_only=False):
                 run.last_pass_accepted_at = job.future.accepted_at
@@ -311,7 +388,7 @@ class TrainingScheduler:
         run.progress = RunProgress(run.progress.generation + 1, step)
         self._on_new_weights(model_id)
 
-    async def _check_state(self, run: Run, operation: TrainingOperation) -> None:
+    async def _check_state(self, run: Run, operation: ForwardBackward | TrainingOperation) -> None:
         """Raises what makes the operation impossible, whatever is in it."""
         creates = isinstance(operation, CreateModel) or (
             isinstance(operation, LoadState) and operation.create
@@ -348,7 +425,7 @@ class TrainingScheduler:
         """For a client that polls: what its request waits for."""
         if self._trainer.state is GroupState.LOADING:
             return Waiting("paused_capacity", f"the base model loads: {self._trainer.phase}")
-        if self._running is job:
+        if job in self._running:
             return Waiting("active", f"running for {time.monotonic() - self._running_since:.0f} s")
         missing = run.queue.missing_seq_id
         if missing is not None and missing < job.seq_id:

@@ -103,6 +103,13 @@ class ForwardBackward:
 
 
 @dataclass(frozen=True, slots=True)
+class JointForwardBackward:
+    """Requests that are computed in shared passes, in the order in which they take effect."""
+
+    operations: Sequence[ForwardBackward]
+
+
+@dataclass(frozen=True, slots=True)
 class OptimStep:
     """Applies the accumulated gradient with AdamW and clears it."""
 
@@ -154,7 +161,7 @@ class LoadState:
 TrainingOperation = (
     CreateModel
     | UnloadModel
-    | ForwardBackward
+    | JointForwardBackward
     | OptimStep
     | ClearGradients
     | CaptureState

@@ -17,7 +17,8 @@ import torch
 from torch import Tensor
 
 from hosted_tinker.modeling.base_model import BaseModel
-from hosted_tinker.modeling.packed_attention import PACKED
+from hosted_tinker.modeling.lora import Routing, make_segments
+from hosted_tinker.modeling.packed_attention import PACKED, AttentionLayout, PackedSequences
 
 logger = logging.getLogger(__name__)
 
@@ -25,32 +26,46 @@ logger = logging.getLogger(__name__)
 class DecoderPass:
     """Token ids of many sequences to last hidden states."""
 
-    def __init__(self, base: BaseModel, *, pack: bool) -> None:
+    def __init__(self, base: BaseModel, routing: Routing, *, pack: bool) -> None:
         """With `pack`, the model's attention is replaced if that gives the same numbers."""
         self._base = base
-        self.module = base.module
+        self._routing = routing
         self.packs = pack and try_packing(base)
 
-    def run(self, tokens_P: Tensor, lengths: Sequence[int]) -> Tensor:
+    def run(
+        self, tokens_P: Tensor, lengths: Sequence[int], adapters: Sequence[str | None]
+    ) -> Tensor:
         """[P, D] on the device of the decoder's last layer.
+
+        The routing stays as this sets it: a backward pass that recomputes needs it.
 
         Args:
             tokens_P: int64, one sequence after another.
             lengths: of the sequences.
+            adapters: of the sequences; None is the base model.
         """
         tokens_P = tokens_P.to(self._base.input_device)
         if self.packs:
+            self._routing.segments = make_segments(adapters, lengths)
             return run_packed(self._base, tokens_P, lengths)
+        self._routing.segments = make_segments(adapters, [max(lengths)] * len(lengths))
         return run_padded(self._base, tokens_P, lengths)
 
 
 def run_packed(base: BaseModel, tokens_P: Tensor, lengths: Sequence[int]) -> Tensor:
     position_P = torch.cat([torch.arange(length) for length in lengths]).to(tokens_P.device)
+    return run_with_layout(base, tokens_P, position_P, PackedSequences(lengths))
+
+
+def run_with_layout(
+    base: BaseModel, tokens_P: Tensor, position_P: Tensor, layout: AttentionLayout
+) -> Tensor:
+    """[P, D]. The model's attention must be `PACKED`."""
     output = base.decoder(
         input_ids=tokens_P[None],
         position_ids=position_P[None],
         use_cache=False,
-        sequence_lengths=tuple(lengths),
+        attention_layout=layout,
     )
     return cast(Tensor, output.last_hidden_state)[0]
 

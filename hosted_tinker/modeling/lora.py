@@ -1,22 +1,25 @@
 """LoRA layers that hold the adapters of many runs on one base model.
 
 Every adapted `nn.Linear` is replaced by a `LoraLinear` that computes the base layer once and adds,
-for each run that takes part in a pass, that run's low-rank product on that run's rows. `Routing`
-says which rows are whose, so that one pass can serve many runs, each with its own rank.
+for each run that takes part in a pass, that run's low-rank product on that run's positions. `Routing`
+says which positions are whose, so that one pass can serve many runs, each with its own rank.
 
 PEFT's own layers are not used because they train one active adapter at a time; the layout on disk
 is PEFT's (`lora_A.weight` [R, D_in], `lora_B.weight` [D_out, R]), and `adapter_files` writes it.
 
-Shape letters: B rows of a batch, T tokens, D hidden size, R LoRA rank.
+Shape letters: P positions of a pass, S positions of one adapter, D features, R LoRA rank.
 """
 
 from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
-from typing import cast
+import sys
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import groupby
+from operator import itemgetter
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -29,35 +32,56 @@ ATTENTION_PATTERN = re.compile(r"(^|\.)(self_attn|attn|attention|self_attention)
 MLP_PATTERN = re.compile(r"(^|\.)(mlp|feed_forward|ffn)\.")
 
 
-class LoraPair(nn.Module):
+class LoraPair:
     """One adapter's weights at one layer: float32 A [R, D_in] and B [D_out, R]."""
 
     def __init__(self, A: Tensor, B: Tensor) -> None:
-        super().__init__()
         self.A = nn.Parameter(A)
         self.B = nn.Parameter(B)
         self.scale = LORA_ALPHA / A.shape[0]
 
-    def forward(self, x: Tensor) -> Tensor:
-        """The low-rank product in float32, whatever the dtype and device of `x` are."""
-        down = nn.functional.linear(x.to(self.A), self.A)
-        return nn.functional.linear(down, self.B) * self.scale
+
+@dataclass(frozen=True, slots=True)
+class Segment:
+    """Positions `start` to `stop` of a pass, all of one adapter; None is the base model."""
+
+    adapter: str | None
+    start: int
+    stop: int
 
 
-@dataclass(slots=True)
 class Routing:
-    """Whose rows a pass computes. Shared by all layers of a model, set before each pass.
+    """Whose positions a pass computes. Shared by layers, set before each pass.
 
-    Attributes:
-        rows_by_adapter: adapter -> row indices int64 [*], or None for all rows. Rows of no
-            adapter are the base model's.
+    Positions are counted over all but the last dimension of a layer's input. `segments` follow one
+    another; None gives all positions to the base model.
     """
 
-    rows_by_adapter: Mapping[str, Tensor | None] = field(default_factory=dict[str, Tensor | None])
+    def __init__(self) -> None:
+        self.segments: Sequence[Segment] | None = None
 
     def use_one(self, adapter: str | None) -> None:
-        """Gives all rows to one adapter, or to the base model."""
-        self.rows_by_adapter = {} if adapter is None else {adapter: None}
+        """Gives all positions to one adapter, or to the base model."""
+        self.segments = None if adapter is None else [Segment(adapter, 0, sys.maxsize)]
+
+
+def make_segments(adapters: Iterable[str | None], lengths: Iterable[int]) -> list[Segment]:
+    """Of sequences that lie one after another. Neighbours of one adapter share a segment."""
+    segments: list[Segment] = []
+    stop = 0
+    for adapter, group in groupby(zip(adapters, lengths, strict=True), key=itemgetter(0)):
+        start, stop = stop, stop + sum(length for _, length in group)
+        segments.append(Segment(adapter, start, stop))
+    return segments
+
+
+def cut_segments(segments: Iterable[Segment], start: int, stop: int) -> list[Segment]:
+    """What of them lies between two positions, counted from the first of these."""
+    return [
+        Segment(one.adapter, max(one.start, start) - start, min(one.stop, stop) - start)
+        for one in segments
+        if one.start < stop and one.stop > start
+    ]
 
 
 class LoraLinear(nn.Module):
@@ -75,23 +99,86 @@ class LoraLinear(nn.Module):
         return self.base.weight
 
     def forward(self, x: Tensor) -> Tensor:
-        out = self.base(x)
-        for adapter, rows in self.routing.rows_by_adapter.items():
-            pair = self.pairs.get(adapter)
-            if pair is None:
-                continue
-            if rows is None:
-                out = out + pair(x).to(out.dtype)
-            else:
-                out = out.index_add(0, rows, pair(x[rows]).to(out.dtype))
-        return out
+        routed = [
+            (self.pairs[segment.adapter], segment)
+            for segment in self.routing.segments or ()
+            if segment.adapter in self.pairs
+        ]
+        if not routed:
+            return self.base(x)
+        pairs = [pair for pair, _ in routed]
+        slices = [slice(segment.start, segment.stop) for _, segment in routed]
+        parameters = [parameter for pair in pairs for parameter in (pair.A, pair.B)]
+        scales = [pair.scale for pair in pairs]
+        out_PD = AdaptedLinear.apply(
+            x.flatten(0, -2), self.base.weight, self.base.bias, slices, scales, *parameters
+        )
+        return cast(Tensor, out_PD).view(*x.shape[:-1], -1)
+
+
+class AdaptedLinear(torch.autograd.Function):
+    """A linear layer with frozen weights, and low-rank products that are added to its slices.
+
+    One node of the graph for all of it: what a backward pass needs is kept once, and no product is
+    held that can be added where it belongs. Low-rank products are float32.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x_PD: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        slices: Sequence[slice],
+        scales: Sequence[float],
+        *parameters: Tensor,
+    ) -> Tensor:
+        out_PD = nn.functional.linear(x_PD, weight, bias)
+        downs: list[Tensor] = []
+        pairs = zip(parameters[::2], parameters[1::2], strict=True)
+        for where, scale, (A, B) in zip(slices, scales, pairs, strict=True):
+            down_SR = x_PD[where].to(A.dtype) @ A.T
+            add_product(out_PD[where], down_SR, B.T, scale)
+            downs.append(down_SR)
+        ctx.slices, ctx.scales = slices, scales
+        ctx.save_for_backward(x_PD, weight, *parameters, *downs)
+        return out_PD
+
+    @staticmethod
+    def backward(ctx: Any, *upstream: Tensor) -> tuple[Any, ...]:
+        (g_PD,) = upstream
+        x_PD, weight, *saved = ctx.saved_tensors
+        num_pairs = len(ctx.slices)
+        parameters, downs = saved[: 2 * num_pairs], saved[2 * num_pairs :]
+        x_gradient_PD = g_PD @ weight if ctx.needs_input_grad[0] else None
+        gradients: list[Tensor | None] = []
+        for index, (where, scale) in enumerate(zip(ctx.slices, ctx.scales, strict=True)):
+            A, B = parameters[2 * index : 2 * index + 2]
+            g_SD = g_PD[where].to(B.dtype)
+            g_down_SR = (g_SD @ B).mul_(scale)
+            if x_gradient_PD is not None:
+                add_product(x_gradient_PD[where], g_down_SR, A, 1.0)
+            gradients.append(g_down_SR.T @ x_PD[where].to(A.dtype))
+            gradients.append((g_SD.T @ downs[index]).mul_(scale))
+        return x_gradient_PD, None, None, None, None, *gradients
+
+
+def add_product(out: Tensor, left: Tensor, right: Tensor, scale: float) -> None:
+    """out += scale * left @ right, in place; the product is computed in the factors' dtype."""
+    if out.dtype == left.dtype:
+        out.addmm_(left, right, alpha=scale)
+    else:
+        out.add_((left @ right).mul_(scale))
 
 
 class LoraModel:
     """The adaptable layers of a base model, in the module's order.
 
-    `has_fused_experts`: the model is a mixture of experts whose experts are stacked in parameters
-    of three dimensions, on which no adapter of this server can go.
+    Attributes:
+        routing: of the layers in the decoder.
+        head_routing: of the output head, which computes other positions than the decoder does.
+        has_fused_experts: the model is a mixture of experts whose experts are stacked in parameters
+            of three dimensions, on which no adapter of this server can go.
     """
 
     def __init__(self, module: PreTrainedModel) -> None:
@@ -101,6 +188,7 @@ class LoraModel:
             SettingsError: the architecture has no layer that an adapter could go on.
         """
         self.routing = Routing()
+        self.head_routing = Routing()
         self.layers: dict[str, LoraLinear] = {}
         self.group_of: dict[str, str] = {}
         self.has_fused_experts = any(
@@ -114,7 +202,8 @@ class LoraModel:
                 continue
             group = "unembed" if linear is head else classify_layer(name)
             if group is not None:
-                self.layers[name] = LoraLinear(linear, self.routing)
+                routing = self.head_routing if linear is head else self.routing
+                self.layers[name] = LoraLinear(linear, routing)
                 self.group_of[name] = group
                 module.set_submodule(name, self.layers[name])
         if "attn" not in self.group_of.values():
@@ -189,11 +278,6 @@ def classify_layer(name: str) -> str | None:
     if ATTENTION_PATTERN.search(name):
         return "attn"
     return "mlp" if MLP_PATTERN.search(name) else None
-
-
-def row_indices(rows: Iterable[int], device: torch.device) -> Tensor:
-    """For `Routing.rows_by_adapter`."""
-    return torch.tensor(list(rows), dtype=torch.int64, device=device)
 
 
 def clone_to_cpu(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:

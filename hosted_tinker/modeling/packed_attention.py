@@ -1,8 +1,8 @@
 """Attention over sequences that lie one after another in one row, with no padding between them.
 
-It stands in transformers' table of attention functions under `PACKED`. The lengths of the sequences
-travel through the decoder as the keyword `sequence_lengths`; a call without it is plain causal
-attention.
+`PACKED` is the name of an attention function of this server in transformers' table. Which positions
+belong together, and where keys and values lie, is said by an `AttentionLayout` that travels through
+the decoder as the keyword `attention_layout`; a call without it is plain causal attention.
 
 Shape letters: H query heads, G key and value heads, P positions of all sequences, E head size, N
 sequences of one length, L that length.
@@ -11,11 +11,13 @@ sequences of one length, L that length.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from itertools import groupby
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
+from torch.nn.attention.varlen import varlen_attn
 from torch.nn.functional import scaled_dot_product_attention
 from transformers import AttentionInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
@@ -25,6 +27,27 @@ UNKNOWN = ("softcap", "s_aux", "position_bias")
 """Arguments of attention functions that change the result, and that this one does not compute."""
 
 
+class AttentionLayout(Protocol):
+    """How the positions of a pass attend to one another, and to those of passes before."""
+
+    def attend(
+        self,
+        layer: int,
+        query_HPE: Tensor,
+        key_GPE: Tensor,
+        value_GPE: Tensor,
+        scaling: float | None,
+        window: int | None,
+    ) -> Tensor:
+        """Returns [P, H, E].
+
+        Args:
+            layer: index of the decoder layer.
+            window: how many positions, itself included, a position sees at most.
+        """
+        ...
+
+
 def packed_attention(
     module: nn.Module,
     query_1HPE: Tensor,
@@ -32,35 +55,49 @@ def packed_attention(
     value_1GPE: Tensor,
     attention_mask: Tensor | None,
     *,
-    sequence_lengths: Sequence[int] | None = None,
+    attention_layout: AttentionLayout | None = None,
     scaling: float | None = None,
-    sliding_window: int | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
-    """Causal within each sequence. Returns [1, P, H, E], and no weights.
-
-    Args:
-        sequence_lengths: in the order of the row; they sum to P.
-        sliding_window: how many positions, itself included, a position sees at most.
+    """Returns [1, P, H, E], and no weights.
 
     Raises:
-        NotImplementedError: the architecture asks for more than that.
+        NotImplementedError: the architecture asks for more than a layout computes.
     """
     unknown = [name for name in UNKNOWN if kwargs.get(name) is not None]
     if unknown:
         raise NotImplementedError(f"attention with {', '.join(unknown)}")
-    if sequence_lengths is None:
+    if attention_layout is None:
         return sdpa_attention_forward(
             module, query_1HPE, key_1GPE, value_1GPE, attention_mask, scaling=scaling, **kwargs
         )
-    longest = max(sequence_lengths)
-    window = sliding_window if sliding_window is not None and sliding_window < longest else None
-    query_HPE, key_GPE, value_GPE = query_1HPE[0], key_1GPE[0], value_1GPE[0]
-    if can_use_varlen(query_HPE):
-        out_PHE = attend_varlen(query_HPE, key_GPE, value_GPE, sequence_lengths, scaling, window)
-    else:
-        out_PHE = attend_by_length(query_HPE, key_GPE, value_GPE, sequence_lengths, scaling, window)
+    layer: Any = getattr(module, "layer_idx", None)
+    out_PHE = attention_layout.attend(
+        layer, query_1HPE[0], key_1GPE[0], value_1GPE[0], scaling, kwargs.get("sliding_window")
+    )
     return out_PHE[None], None
+
+
+@dataclass(frozen=True, slots=True)
+class PackedSequences:
+    """Each sequence sees itself, causally. `lengths` are in the order of the row."""
+
+    lengths: Sequence[int]
+
+    def attend(
+        self,
+        layer: int,
+        query_HPE: Tensor,
+        key_GPE: Tensor,
+        value_GPE: Tensor,
+        scaling: float | None,
+        window: int | None,
+    ) -> Tensor:
+        """Implements `AttentionLayout`."""
+        if window is not None and window >= max(self.lengths):
+            window = None
+        attend = attend_varlen if can_use_varlen(query_HPE) else attend_by_length
+        return attend(query_HPE, key_GPE, value_GPE, self.lengths, scaling, window)
 
 
 def can_use_varlen(query_HPE: Tensor) -> bool:
@@ -82,8 +119,6 @@ def attend_varlen(
     window: int | None,
 ) -> Tensor:
     """One kernel for all sequences. Returns [P, H, E]."""
-    from torch.nn.attention.varlen import varlen_attn
-
     bounds = torch.tensor([0, *lengths], dtype=torch.int32).cumsum(0, dtype=torch.int32)
     bounds = bounds.to(query_HPE.device, non_blocking=True)
     out = varlen_attn(
@@ -114,9 +149,7 @@ def attend_by_length(
     parts: list[Tensor] = []
     for start, count, length in find_groups(lengths):
         query, key, value = (
-            part[:, start : start + count * length]
-            .unflatten(1, (count, length))
-            .transpose(0, 1)
+            part[:, start : start + count * length].unflatten(1, (count, length)).transpose(0, 1)
             for part in (query_HPE, key_GPE, value_GPE)
         )
         is_banded = window is not None and window < length

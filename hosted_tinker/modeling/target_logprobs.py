@@ -19,7 +19,7 @@ there; a position may have none or many), R positions that have cells, C positio
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Any, cast
 
@@ -28,6 +28,7 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from hosted_tinker.modeling.base_model import BaseModel
+from hosted_tinker.modeling.lora import Routing, Segment, cut_segments, make_segments
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,16 +68,21 @@ class OutputHead:
     """Hidden states to logits.
 
     Attributes:
+        routing: of the adapters on the head; set for each chunk.
+        segments: whose positions the hidden states are, without a gap.
         trained: the parameters of the head that get a gradient.
         chunk_tokens: positions whose logits exist at once.
     """
 
     base: BaseModel
+    routing: Routing
+    segments: Sequence[Segment]
     trained: Sequence[Tensor]
     chunk_tokens: int
 
-    def score(self, hidden_CD: Tensor, cells: Cells) -> Tensor:
-        """Float32 [Q] of one chunk."""
+    def score(self, hidden_CD: Tensor, start: int, cells: Cells) -> Tensor:
+        """Float32 [Q] of the chunk that begins at position `start`, from where cells count."""
+        self.routing.segments = cut_segments(self.segments, start, start + len(hidden_CD))
         logits_CV = self.base.compute_logits(hidden_CD)
         # A tied head is on the first device of a pipeline, the hidden states on the last.
         position_Q, target_Q = (x.to(logits_CV.device) for x in (cells.position_Q, cells.target_Q))
@@ -93,6 +99,13 @@ class OutputHead:
             if low < high:
                 within = Cells(cells.position_Q[low:high] - start, cells.target_Q[low:high])
                 yield slice(start, start + self.chunk_tokens), slice(low, high), within
+
+    def keep_positions(self, rows_R: Tensor) -> OutputHead:
+        """The head for those positions, int64 and ascending, alone."""
+        bounds = torch.tensor([0, *(segment.stop for segment in self.segments)])
+        counts = torch.searchsorted(rows_R.cpu(), bounds).diff().tolist()
+        adapters = [segment.adapter for segment in self.segments]
+        return replace(self, segments=make_segments(adapters, counts))
 
 
 def compute_target_logprobs(
@@ -122,9 +135,9 @@ def compute_target_logprobs(
 @torch.no_grad()
 def score_without_gradient(head: OutputHead, hidden_PD: Tensor, cells: Cells) -> Tensor:
     logprobs_Q = torch.empty(len(cells), device=hidden_PD.device)
-    hidden_RD, cells = drop_idle_positions(hidden_PD, cells)
+    head, hidden_RD, cells = drop_idle_positions(head, hidden_PD, cells)
     for positions, place, within in head.split(len(hidden_RD), cells):
-        logprobs_Q[place] = head.score(hidden_RD[positions], within)
+        logprobs_Q[place] = head.score(hidden_RD[positions], positions.start, within)
     return logprobs_Q
 
 
@@ -132,23 +145,26 @@ def score_with_gradient(
     head: OutputHead, hidden_PD: Tensor, cells: Cells, gradient_Q: Tensor | None
 ) -> Tensor:
     """`gradient_Q` is the gradient of the loss to come, where it is known."""
-    hidden_RD, cells = drop_idle_positions(hidden_PD, cells)
+    head, hidden_RD, cells = drop_idle_positions(head, hidden_PD, cells)
     if gradient_Q is not None or (len(hidden_RD) == len(cells) and not head.trained):
         return cast(
             Tensor, ScoreAndDifferentiate.apply(head, cells, gradient_Q, hidden_RD, *head.trained)
         )
-    chunks = [
-        cast(Tensor, checkpoint(head.score, hidden_RD[positions], within, use_reentrant=False))
-        for positions, _, within in head.split(len(hidden_RD), cells)
-    ]
+    chunks: list[Tensor] = []
+    for positions, _, within in head.split(len(hidden_RD), cells):
+        arguments = (hidden_RD[positions], positions.start, within)
+        chunks.append(cast(Tensor, checkpoint(head.score, *arguments, use_reentrant=False)))
     return torch.cat(chunks)
 
 
-def drop_idle_positions(hidden_PD: Tensor, cells: Cells) -> tuple[Tensor, Cells]:
-    """[R, D], and the cells in it."""
+def drop_idle_positions(
+    head: OutputHead, hidden_PD: Tensor, cells: Cells
+) -> tuple[OutputHead, Tensor, Cells]:
+    """The hidden states [R, D] of positions with cells, the cells in it, and the head for it."""
     rows_R, index_Q = torch.unique_consecutive(cells.position_Q, return_inverse=True)
-    hidden_RD = hidden_PD if len(rows_R) == len(hidden_PD) else hidden_PD[rows_R]
-    return hidden_RD, Cells(index_Q, cells.target_Q)
+    if len(rows_R) == len(hidden_PD):
+        return head, hidden_PD, cells
+    return head.keep_positions(rows_R), hidden_PD[rows_R], Cells(index_Q, cells.target_Q)
 
 
 class ScoreAndDifferentiate(torch.autograd.Function):
@@ -174,9 +190,11 @@ class ScoreAndDifferentiate(torch.autograd.Function):
         for positions, place, within in head.split(len(hidden_RD), cells):
             with torch.enable_grad():
                 leaf_CD = hidden_RD[positions].detach().requires_grad_()
-                scored_Q = head.score(leaf_CD, within)
+                scored_Q = head.score(leaf_CD, positions.start, within)
             logprobs_Q[place] = scored_Q.detach()
-            new = torch.autograd.grad(scored_Q, [leaf_CD, *trained], upstream_Q[place])
+            new = torch.autograd.grad(
+                scored_Q, [leaf_CD, *trained], upstream_Q[place], materialize_grads=True
+            )
             hidden_gradient_RD[positions] = new[0]
             for total, part in zip(trained_gradients, new[1:], strict=True):
                 total.add_(part)
@@ -193,5 +211,7 @@ class ScoreAndDifferentiate(torch.autograd.Function):
             scale_R[position_Q] = upstream_Q
             hidden_gradient_RD = hidden_gradient_RD * scale_R[:, None].to(hidden_gradient_RD)
         else:
-            assert torch.equal(upstream_Q, ctx.gradient_Q), "the loss has another gradient than said"
+            assert torch.equal(upstream_Q, ctx.gradient_Q), (
+                "the loss has another gradient than said"
+            )
         return None, None, None, hidden_gradient_RD, *trained_gradients

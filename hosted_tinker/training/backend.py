@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Protocol
 
+from hosted_tinker.errors import UserError
 from hosted_tinker.types import (
     AdamParams,
     BaseModelInfo,
@@ -38,8 +39,13 @@ class TrainBackend(Protocol):
         """Frees a run. Unknown ids are ignored."""
         ...
 
-    def forward_backward(self, operation: ForwardBackward) -> ForwardBackwardOutput:
-        """Sums the loss over tokens and data, and adds its gradient unless `forward_only`."""
+    def forward_backward(
+        self, operations: Sequence[ForwardBackward]
+    ) -> list[ForwardBackwardOutput | UserError]:
+        """Of each, sums the loss over tokens and data, and adds its gradient unless `forward_only`.
+
+        They may be of one run or of many. One that fails changes nothing and holds up no other.
+        """
         ...
 
     def optim_step(self, model_id: str, adam: AdamParams) -> OptimStepOutput:

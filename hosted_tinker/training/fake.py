@@ -11,7 +11,7 @@ Shape letters: R LoRA rank, N tokens of a datum, Q cells (a position and a targe
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Self
@@ -94,9 +94,20 @@ class FakeBackend:
     def unload_model(self, model_id: str) -> None:
         self.runs.pop(model_id, None)
 
-    def forward_backward(self, operation: ForwardBackward) -> ForwardBackwardOutput:
-        run = self._find_run(operation.model_id)
+    def forward_backward(
+        self, operations: Sequence[ForwardBackward]
+    ) -> list[ForwardBackwardOutput | UserError]:
         time.sleep(self.config.forward_backward_s)
+        results: list[ForwardBackwardOutput | UserError] = []
+        for operation in operations:
+            try:
+                results.append(self._compute(operation))
+            except UserError as error:
+                results.append(error)
+        return results
+
+    def _compute(self, operation: ForwardBackward) -> ForwardBackwardOutput:
+        run = self._find_run(operation.model_id)
         config = resolve_config(operation.loss_fn, operation.loss_fn_config)
         logprobs: list[Float32Array] = []
         loss_sum, gradient = 0.0, np.zeros_like(run.B)

@@ -1,15 +1,12 @@
 """The `pytorch` backend: a Hugging Face model in one process, LoRA adapters of many runs on it.
 
-A `forward_backward` is planned as micro-batches; each runs the decoder, scores the targets, and
-takes the gradient of its loss. The gradients are added to the run's only once all of them are
-there, so that a call that fails leaves the run as it was.
-
-Shape letters: P positions of a micro-batch, D hidden size, Q cells (a position and a target).
+The gradients of a pass are added to the runs' only once all of them are there, so that a call that
+fails leaves the runs as they were.
 """
 
 from __future__ import annotations
 
-import math
+import logging
 import os
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
@@ -27,7 +24,6 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from hosted_tinker.adapter_layout import OPTIMIZER_FILE, read_lora_config
 from hosted_tinker.config import PytorchConfig
 from hosted_tinker.errors import NotFoundError, SettingsError, UserError
-from hosted_tinker.loss_specs import resolve_config
 from hosted_tinker.modeling.adapter_files import (
     load_adapter_weights,
     save_adapter,
@@ -35,22 +31,20 @@ from hosted_tinker.modeling.adapter_files import (
 from hosted_tinker.modeling.base_model import BaseModel, load_base_model, restrict_visible_gpus
 from hosted_tinker.modeling.decoder_pass import DecoderPass
 from hosted_tinker.modeling.lora import LoraModel, clone_to_cpu
-from hosted_tinker.modeling.target_logprobs import Cells, OutputHead, compute_target_logprobs
 from hosted_tinker.training.backend import ReportProgress
-from hosted_tinker.training.batch import MicroBatch, collate, plan_micro_batches, split_by_shape
+from hosted_tinker.training.joint_pass import JointPass
 from hosted_tinker.training.lora_checks import check_lora, check_same_shape
-from hosted_tinker.training.losses import LOSSES, describe_gradient
-from hosted_tinker.training.mismatch import SamplingMismatch
 from hosted_tinker.training.optim import AdamOptimizer, check_optimizer_state
 from hosted_tinker.types import (
     AdamParams,
     BaseModelInfo,
-    Float32Array,
     ForwardBackward,
     ForwardBackwardOutput,
     LoraConfig,
     OptimStepOutput,
 )
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,8 +71,12 @@ class PytorchBackend:
         self._base_model = base_model
         self._base = base
         self._config = config
-        self._decoder = DecoderPass(base, pack=config.attn_implementation == "auto")
         self._lora = LoraModel(base.module)
+        decoder = DecoderPass(base, self._lora.routing, pack=config.attn_implementation == "auto")
+        self._passes = JointPass(
+            base, decoder, self._lora, logits_chunk_tokens=config.logits_chunk_tokens
+        )
+        self._max_tokens = config.micro_batch_tokens
         self._runs: dict[str, Run] = {}
         self._snapshots: dict[str, Snapshot] = {}
         on_gpu = base.input_device.type == "cuda"
@@ -110,17 +108,22 @@ class PytorchBackend:
         self._runs.pop(model_id, None)
         self._lora.remove_adapter(model_id)
 
-    def forward_backward(self, operation: ForwardBackward) -> ForwardBackwardOutput:
-        run = self._find_run(operation.model_id)
-        # The message is raised after the block, where the failed pass's tensors are free again.
-        with suppress(torch.OutOfMemoryError):
-            return self._sum_passes(run, operation)
-        longest = max(len(datum.tokens) for datum in operation.data)
-        raise UserError(
-            f"out of memory on {operation.num_tokens} tokens, the longest sequence "
-            f"{longest}; nothing was accumulated. Send shorter sequences, or have the server's "
-            f"micro_batch_tokens lowered (now {self._config.micro_batch_tokens})"
-        )
+    def forward_backward(
+        self, operations: Sequence[ForwardBackward]
+    ) -> list[ForwardBackwardOutput | UserError]:
+        """Runs them together. If that fails, each runs alone, so that one fails for itself only."""
+        results: dict[int, ForwardBackwardOutput | UserError] = {}
+        known = [i for i, one in enumerate(operations) if one.model_id in self._runs]
+        for forward_only in (False, True):
+            together = [i for i in known if operations[i].forward_only == forward_only]
+            if not together:
+                continue
+            outputs = self._try_together([operations[i] for i in together])
+            results |= dict(zip(together, outputs, strict=True))
+        return [
+            results[i] if i in results else NotFoundError(f"no run {one.model_id!r} is loaded")
+            for i, one in enumerate(operations)
+        ]
 
     def optim_step(self, model_id: str, adam: AdamParams) -> OptimStepOutput:
         norm = self._find_run(model_id).optimizer.step(adam)
@@ -176,53 +179,39 @@ class PytorchBackend:
     def _add_run(self, model_id: str, lora: LoraConfig) -> None:
         self._runs[model_id] = Run(lora, AdamOptimizer(self._lora.named_parameters(model_id)))
 
-    def _sum_passes(self, run: Run, operation: ForwardBackward) -> ForwardBackwardOutput:
-        """Runs all micro-batches, and only then touches the run's gradient."""
-        self._lora.routing.use_one(operation.model_id)
-        config = resolve_config(operation.loss_fn, operation.loss_fn_config)
-        parameters = list(run.optimizer.parameters.values())
-        gradients: list[Tensor] = []
-        logprobs: dict[int, Float32Array] = {}
-        loss_sum = 0.0
-        mismatch = SamplingMismatch()
-        lengths = [len(datum.tokens) for datum in operation.data]
-        plan = plan_micro_batches(
-            lengths, self._config.micro_batch_tokens, padded=not self._decoder.packs
-        )
-        for indices in plan:
-            batch = collate([operation.data[index] for index in indices])
-            with torch.set_grad_enabled(not operation.forward_only):
-                logprobs_Q, inputs = self._score(batch, operation)
-                loss = LOSSES[operation.loss_fn](logprobs_Q, inputs, config)
-            loss_sum += check_loss(float(loss.detach()))
-            mismatch.add(logprobs_Q, inputs)
-            if not operation.forward_only:
-                new = torch.autograd.grad(loss, parameters, materialize_grads=True)
-                add_gradients(gradients, new)
-            values_Q = logprobs_Q.detach().cpu().numpy()
-            logprobs.update(zip(indices, split_by_shape(values_Q, batch.shapes), strict=True))
-        if not operation.forward_only:
-            accumulate(parameters, gradients)
-        return ForwardBackwardOutput(
-            [logprobs[index] for index in range(len(lengths))],
-            {"loss:sum": loss_sum, **mismatch.metrics},
-        )
+    def _try_together(
+        self, operations: Sequence[ForwardBackward]
+    ) -> Sequence[ForwardBackwardOutput | UserError]:
+        try:
+            return self._run_together(operations)
+        except UserError as error:
+            if len(operations) == 1:
+                return [error]
+        return [result for one in operations for result in self._try_together([one])]
 
-    def _score(
-        self, batch: MicroBatch, operation: ForwardBackward
-    ) -> tuple[Tensor, dict[str, Tensor]]:
-        """Float32 [Q] log-probabilities of the targets, and the loss's inputs beside them."""
-        hidden_PD = self._decoder.run(batch.tokens_P, batch.lengths)
-        device = hidden_PD.device
-        inputs = {name: values.to(device) for name, values in batch.inputs.items()}
-        trained = self._lora.get_head_parameters(operation.model_id)
-        head = OutputHead(self._base, trained, self._config.logits_chunk_tokens)
-        cells = Cells(batch.position_Q.to(device), batch.target_Q.to(device))
-        gradient = describe_gradient(operation.loss_fn, inputs)
-        logprobs_Q = compute_target_logprobs(
-            head, hidden_PD, cells, None if operation.forward_only else gradient
-        )
-        return logprobs_Q, inputs
+    def _run_together(self, operations: Sequence[ForwardBackward]) -> list[ForwardBackwardOutput]:
+        """Touches the runs' gradients only once all of them are there. Raises UserError."""
+        parameters = {
+            one.model_id: list(self._runs[one.model_id].optimizer.parameters.values())
+            for one in operations
+        }
+        longest = max(len(datum.tokens) for one in operations for datum in one.data)
+        while True:
+            # What follows comes after the block, where the failed pass's tensors are free again.
+            with suppress(torch.OutOfMemoryError):
+                outputs, gradients = self._passes.run(operations, parameters, self._max_tokens)
+                break
+            if self._max_tokens <= longest:
+                raise UserError(
+                    f"out of memory on {sum(one.num_tokens for one in operations)} tokens, the "
+                    f"longest sequence {longest}; nothing was accumulated. Send shorter sequences"
+                )
+            self._max_tokens = max(longest, self._max_tokens // 2)
+            torch.cuda.empty_cache()
+            logger.warning("out of memory; micro-batches of %d tokens from now", self._max_tokens)
+        for run, own in gradients.items():
+            accumulate(parameters[run], own)
+        return outputs
 
     def _check_adapter(
         self, adapter: Mapping[str, Tensor], lora: LoraConfig
@@ -261,24 +250,6 @@ def enable_gradient_checkpointing(module: PreTrainedModel) -> None:
     for layer in module.modules():
         if isinstance(layer, GradientCheckpointingLayer):
             layer.training = True
-
-
-def check_loss(loss: float) -> float:
-    if not math.isfinite(loss):
-        raise UserError(
-            f"loss:sum is {loss}: nothing was accumulated. Either weights, advantages or importance "
-            "ratios of the data are too large, or the run has diverged"
-        )
-    return loss
-
-
-def add_gradients(totals: list[Tensor], gradients: Sequence[Tensor]) -> None:
-    """Adds in place; the first ones become the totals."""
-    if not totals:
-        totals.extend(gradients)
-        return
-    for total, gradient in zip(totals, gradients, strict=True):
-        total.add_(gradient)
 
 
 def accumulate(parameters: Sequence[nn.Parameter], gradients: Sequence[Tensor]) -> None:

@@ -28,7 +28,7 @@ from hosted_tinker.types import (
     ClearGradients,
     CreateModel,
     DescribeTokenizer,
-    ForwardBackward,
+    JointForwardBackward,
     LoadState,
     NewToken,
     OptimStep,
@@ -121,8 +121,8 @@ def run_call(pipe: Pipe, call: Call, backend: TrainBackend) -> None:
 
 def run_operation(backend: TrainBackend, operation: TrainingOperation) -> Any:
     match operation:
-        case ForwardBackward():
-            return backend.forward_backward(operation)
+        case JointForwardBackward(operations):
+            return backend.forward_backward(operations)
         case OptimStep(model_id, adam):
             return backend.optim_step(model_id, adam)
         case CreateModel(model_id, lora):

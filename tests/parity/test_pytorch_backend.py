@@ -111,6 +111,13 @@ def make_operation(model_id="run", data=None, loss_fn="cross_entropy", **options
     )
 
 
+def run_pass(backend, operation):
+    (result,) = backend.forward_backward([operation])
+    if isinstance(result, UserError):
+        raise result
+    return result
+
+
 def randomise(backend, model_id="run", seed=1):
     """B is zero in a fresh adapter, which hides half of what there is to get wrong."""
     generator = torch.Generator().manual_seed(seed)
@@ -235,7 +242,7 @@ def test_losses_logprobs_norms_and_weights_are_those_of_peft(any_model_dir, tmp_
     reference = Reference(any_model_dir, save(backend, tmp_path / "adapter"))
     for step in range(3):
         data = make_data(loss_fn, seed=10 * step)
-        output = backend.forward_backward(make_operation(data=data, loss_fn=loss_fn))
+        output = run_pass(backend, make_operation(data=data, loss_fn=loss_fn))
         loss, logprobs = reference.forward_backward(data, loss_fn)
         # Terms of both signs nearly cancel, so the sum is known less well than its terms.
         assert output.metrics["loss:sum"] == pytest.approx(loss, rel=1e-4)
@@ -252,7 +259,7 @@ def test_gradients_are_those_of_peft(any_model_dir, tmp_path):
     backend.create_model("run", LORA)
     randomise(backend)
     reference = Reference(any_model_dir, save(backend, tmp_path / "adapter"))
-    backend.forward_backward(make_operation())
+    run_pass(backend, make_operation())
     reference.forward_backward(make_data("cross_entropy"), "cross_entropy")
     wanted = {name: p.grad for name, p in reference.parameters.items()}
     assert {"lm_head.lora_A.weight", "model.layers.1.mlp.down_proj.lora_B.weight"} < wanted.keys()
@@ -265,7 +272,7 @@ def test_many_targets_for_a_position_are_those_of_peft(model_dir, tmp_path):
     randomise(backend)
     reference = Reference(model_dir, save(backend, tmp_path / "adapter"))
     data = [make_datum(0, 9, 3), make_datum(1, 20), make_datum(2, 11, 1), make_datum(3, 30, 5)]
-    output = backend.forward_backward(make_operation(data=data))
+    output = run_pass(backend, make_operation(data=data))
     loss, logprobs = reference.forward_backward(data, "cross_entropy")
     assert output.metrics["loss:sum"] == pytest.approx(loss, rel=1e-5)
     for found, wanted in zip(output.logprobs, logprobs, strict=True):
@@ -285,6 +292,7 @@ def test_peft_loads_a_saved_adapter_and_gives_the_same_logits(any_model_dir, tmp
         plain = base(input_ids=tokens).logits
         wanted = PeftModel.from_pretrained(base, directory)(input_ids=tokens).logits
         backend._lora.routing.use_one("run")
+        backend._lora.head_routing.use_one("run")
         found = backend._base.module(input_ids=tokens).logits
     torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-4)
     assert (plain - wanted).abs().max() > 0.1
@@ -299,6 +307,7 @@ def test_a_fresh_adapter_is_an_exact_no_op(any_model_dir):
     tokens = torch.arange(40)[None]
     with torch.no_grad():
         backend._lora.routing.use_one("run")
+        backend._lora.head_routing.use_one("run")
         adapted = backend._base.module(input_ids=tokens).logits
         plain = AutoModelForCausalLM.from_pretrained(any_model_dir, dtype=torch.float32)
         assert torch.equal(adapted, plain(input_ids=tokens).logits)
@@ -321,7 +330,7 @@ def test_only_the_wanted_layers_are_trained(backend, group):
     names = parameters_of(backend).keys()
     assert len(names) == counts[group]
     assert all(part in name for name in names)
-    backend.forward_backward(make_operation())
+    run_pass(backend, make_operation())
     assert backend.optim_step("run", ADAM).metrics["grad_norm"] > 0
 
 
@@ -330,10 +339,8 @@ def test_a_batch_equals_its_data_one_at_a_time(model_dir):
     for backend in (together, alone):
         backend.create_model("run", LORA)
         randomise(backend)
-    output = together.forward_backward(make_operation())
-    parts = [
-        alone.forward_backward(make_operation(data=[datum])) for datum in make_data("cross_entropy")
-    ]
+    output = run_pass(together, make_operation())
+    parts = [run_pass(alone, make_operation(data=[datum])) for datum in make_data("cross_entropy")]
     assert output.metrics["loss:sum"] == pytest.approx(
         sum(part.metrics["loss:sum"] for part in parts), rel=1e-5
     )
@@ -350,7 +357,7 @@ def test_runs_that_take_turns_equal_each_run_alone(backend, model_dir):
     for step in range(2):
         for model_id in runs:
             data = make_data("cross_entropy", seed=step)
-            backend.forward_backward(make_operation(model_id, data))
+            run_pass(backend, make_operation(model_id, data))
         for model_id in runs:
             backend.optim_step(model_id, ADAM)
     for model_id, lora in runs.items():
@@ -358,7 +365,7 @@ def test_runs_that_take_turns_equal_each_run_alone(backend, model_dir):
         alone.create_model(model_id, lora)
         randomise(alone, model_id)
         for step in range(2):
-            alone.forward_backward(make_operation(model_id, make_data("cross_entropy", seed=step)))
+            run_pass(alone, make_operation(model_id, make_data("cross_entropy", seed=step)))
             alone.optim_step(model_id, ADAM)
         assert_same(weights_of(backend, model_id), weights_of(alone, model_id))
 
@@ -366,13 +373,13 @@ def test_runs_that_take_turns_equal_each_run_alone(backend, model_dir):
 def test_gradients_add_up_until_the_step_clears_them(backend):
     backend.create_model("run", LORA)
     randomise(backend)
-    backend.forward_backward(make_operation())
+    run_pass(backend, make_operation())
     once = {name: gradient.clone() for name, gradient in gradients_of(backend).items()}
-    backend.forward_backward(make_operation())
+    run_pass(backend, make_operation())
     assert_near(gradients_of(backend), {name: 2 * gradient for name, gradient in once.items()})
     backend.optim_step("run", ADAM)
     assert set(gradients_of(backend).values()) == {None}
-    backend.forward_backward(make_operation())
+    run_pass(backend, make_operation())
     backend.clear_gradients("run")
     assert backend.optim_step("run", ADAM).metrics["grad_norm"] == 0
 
@@ -388,9 +395,9 @@ def test_a_step_without_gradient_decays_weights_only(backend):
 def test_forward_only_gives_the_same_and_no_gradient(backend):
     backend.create_model("run", LORA)
     randomise(backend)
-    forward = backend.forward_backward(make_operation(forward_only=True))
+    forward = run_pass(backend, make_operation(forward_only=True))
     assert set(gradients_of(backend).values()) == {None}
-    both = backend.forward_backward(make_operation())
+    both = run_pass(backend, make_operation())
     assert forward.metrics == both.metrics
     for found, wanted in zip(forward.logprobs, both.logprobs, strict=True):
         np.testing.assert_array_equal(found, wanted)
@@ -405,7 +412,7 @@ def test_gradient_checkpointing_recomputes_layers_and_changes_no_gradient(model_
         calls[name] = []
         mlp = backend._base.module.model.layers[0].mlp
         mlp.register_forward_pre_hook(lambda *_, name=name: calls[name].append(1))
-        backend.forward_backward(make_operation())
+        run_pass(backend, make_operation())
     assert len(calls["recomputed"]) == 2 * len(calls["plain"])
     assert_near(gradients_of(recomputed), gradients_of(plain), relative=1e-6)
 
@@ -430,18 +437,18 @@ class FailingDecoder:
 @pytest.mark.parametrize(
     ("error", "raised", "message"),
     [
-        (torch.OutOfMemoryError("out"), UserError, "126 tokens.*micro_batch_tokens.*now 40"),
+        (torch.OutOfMemoryError("out"), UserError, "126 tokens, the longest sequence 60"),
         (RuntimeError("broken"), RuntimeError, "broken"),
     ],
 )
 def test_a_call_that_fails_midway_leaves_gradients_unharmed(backend, error, raised, message):
     backend.create_model("run", LORA)
     randomise(backend)
-    backend.forward_backward(make_operation())
+    run_pass(backend, make_operation())
     before = {name: gradient.clone() for name, gradient in gradients_of(backend).items()}
     FailingDecoder(backend._base.decoder, error)
     with pytest.raises(raised, match=message):
-        backend.forward_backward(make_operation())
+        run_pass(backend, make_operation())
     assert_same(gradients_of(backend), before)
 
 
@@ -452,14 +459,14 @@ def test_a_loss_that_is_not_finite_is_refused_and_not_accumulated(backend):
     data[4].loss_fn_inputs["logprobs"][:] = -1000.0
     data[4].loss_fn_inputs["advantages"][:] = 1.0
     with pytest.raises(UserError, match="loss:sum is -inf"):
-        backend.forward_backward(make_operation(data=data, loss_fn="importance_sampling"))
+        run_pass(backend, make_operation(data=data, loss_fn="importance_sampling"))
     assert set(gradients_of(backend).values()) == {None}
 
 
 def test_a_gradient_that_is_not_finite_is_cleared_without_a_step(backend):
     backend.create_model("run", LORA)
     randomise(backend)
-    backend.forward_backward(make_operation())
+    run_pass(backend, make_operation())
     before = weights_of(backend)
     next(iter(gradients_of(backend).values()))[0, 0] = math.nan
     with pytest.raises(UserError, match="gradient norm is nan: no step was taken"):
@@ -490,7 +497,7 @@ def test_run_ids_are_taken_once_and_known_until_unloaded(backend):
     backend.unload_model("run")
     backend.unload_model("run")
     with pytest.raises(NotFoundError, match="no run 'run'"):
-        backend.forward_backward(make_operation())
+        run_pass(backend, make_operation())
     with pytest.raises(NotFoundError, match="no run 'run'"):
         backend.optim_step("run", ADAM)
 
@@ -502,7 +509,7 @@ def train(backend, steps, model_id="run"):
     losses = []
     for step in steps:
         data = make_data("cross_entropy", seed=step)
-        losses.append(backend.forward_backward(make_operation(model_id, data)).metrics["loss:sum"])
+        losses.append(run_pass(backend, make_operation(model_id, data)).metrics["loss:sum"])
         backend.optim_step(model_id, ADAM)
     return losses
 
@@ -516,7 +523,7 @@ def test_a_restored_run_continues_bit_for_bit(backend, model_dir, tmp_path, crea
     if not create:
         restored.create_model("run", LoraConfig(lora_rank=4, seed=99))
         train(restored, range(1))
-        restored.forward_backward(make_operation())
+        run_pass(restored, make_operation())
     restored.load_state("run", directory, with_optimizer=True, create=create)
     assert train(restored, range(3, 6)) == train(backend, range(3, 6))
     assert_same(weights_of(restored), weights_of(backend))
@@ -597,5 +604,5 @@ def test_experts_that_cannot_be_adapted_are_refused_and_attention_trains(tmp_pat
     with pytest.raises(UserError, match="train_mlp=False"):
         backend.create_model("run", LORA)
     backend.create_model("run", LoraConfig(lora_rank=4, seed=7, train_mlp=False))
-    assert np.isfinite(backend.forward_backward(make_operation()).metrics["loss:sum"])
+    assert np.isfinite(run_pass(backend, make_operation()).metrics["loss:sum"])
     assert backend.optim_step("run", ADAM).metrics["grad_norm"] > 0

@@ -57,37 +57,52 @@ def make_datum(tokens, targets, weights):
 
 
 def test_collation_worked_by_hand_with_ragged_numbers_of_targets():
-    batch = collate(
-        [
-            make_datum([5, 6], [[1, 2, 3], [4, 5, 6]], [[0.1, 0.2, 0.3], [0.4, 0.5, 0.6]]),
-            make_datum([7, 8, 9], [7, 8, 9], [0.7, 0.8, 0.9]),
-        ]
-    )
-    assert batch.tokens_P.tolist() == [5, 6, 7, 8, 9]
-    assert batch.lengths == [2, 3]
-    assert batch.position_Q.tolist() == [0, 0, 0, 1, 1, 1, 2, 3, 4]
-    assert batch.target_Q.tolist() == [1, 2, 3, 4, 5, 6, 7, 8, 9]
-    assert batch.inputs.keys() == {"weights"}
-    np.testing.assert_allclose(batch.inputs["weights"], np.arange(1, 10) / 10, rtol=1e-6)
-    first, second = split_by_shape(np.arange(9, dtype=np.float32), batch.shapes)
-    assert first.tolist() == [[0, 1, 2], [3, 4, 5]]
-    assert second.tolist() == [6, 7, 8]
-
-
-@given(st.lists(st.tuples(st.integers(1, 9), st.integers(0, 4)), min_size=1, max_size=8))
-def test_every_cell_finds_its_own_token_and_comes_back_in_its_shape(sizes):
-    rng = np.random.default_rng(0)
-    shapes = [(length, width) if width else (length,) for length, width in sizes]
-    data = [
-        make_datum(
-            rng.integers(1, 99, shape[0]), rng.integers(1, 99, shape), rng.normal(size=shape)
-        )
-        for shape in shapes
+    requests = [
+        [make_datum([1], [2], [0.0]), make_datum([7, 8, 9], [7, 8, 9], [0.7, 0.8, 0.9])],
+        [make_datum([5, 6], [[1, 2, 3], [4, 5, 6]], [[0.1, 0.2, 0.3], [0.4, 0.5, 0.6]])],
     ]
-    batch = collate(data)
-    tokens_Q = batch.tokens_P[batch.position_Q]
-    values = split_by_shape(tokens_Q.numpy().astype(np.float32), batch.shapes)
-    for datum, found in zip(data, values, strict=True):
+    batch = collate(requests, [(1, 0), (0, 1)])
+    assert batch.tokens_P.tolist() == [7, 8, 9, 5, 6]
+    assert batch.lengths == [3, 2]
+    assert batch.requests == [0, 1]
+    assert batch.position_Q.tolist() == [0, 1, 2, 3, 3, 3, 4, 4, 4]
+    assert batch.target_Q.tolist() == [7, 8, 9, 1, 2, 3, 4, 5, 6]
+    first, second = batch.parts
+    assert (first.request, first.data, first.cells) == (0, [1], slice(0, 3))
+    assert (second.request, second.data, second.cells) == (1, [0], slice(3, 9))
+    np.testing.assert_allclose(first.inputs["weights"], [0.7, 0.8, 0.9], rtol=1e-6)
+    np.testing.assert_allclose(second.inputs["weights"], np.arange(1, 7) / 10, rtol=1e-6)
+    (values,) = split_by_shape(np.arange(6, dtype=np.float32), second.shapes)
+    assert values.tolist() == [[0, 1, 2], [3, 4, 5]]
+
+
+SIZES = st.lists(
+    st.tuples(st.integers(0, 2), st.integers(1, 9), st.integers(0, 4)), min_size=1, max_size=8
+)
+
+
+@given(SIZES, st.randoms(use_true_random=False))
+def test_every_cell_finds_its_own_token_and_comes_back_in_its_shape(sizes, random):
+    rng = np.random.default_rng(0)
+    requests = [[], [], []]
+    for request, length, width in sizes:
+        shape = (length, width) if width else (length,)
+        requests[request].append(
+            make_datum(
+                rng.integers(1, 99, length), rng.integers(1, 99, shape), rng.normal(size=shape)
+            )
+        )
+    members = [(i, j) for i, data in enumerate(requests) for j in range(len(data))]
+    random.shuffle(members)
+    batch = collate(requests, members)
+    tokens_Q = batch.tokens_P[batch.position_Q].numpy().astype(np.float32)
+    found = {}
+    for part in batch.parts:
+        values = split_by_shape(tokens_Q[part.cells], part.shapes)
+        found |= {(part.request, index): one for index, one in zip(part.data, values, strict=True)}
+    assert found.keys() == set(members)
+    for (request, index), values in found.items():
+        datum = requests[request][index]
         targets = datum.loss_fn_inputs["target_tokens"]
         rows = datum.tokens.reshape(-1, *[1] * (targets.ndim - 1))
-        np.testing.assert_array_equal(found, np.broadcast_to(rows, targets.shape))
+        np.testing.assert_array_equal(values, np.broadcast_to(rows, targets.shape))

@@ -36,8 +36,13 @@ def make_operation(loss_fn="cross_entropy", **options):
     return ForwardBackward("run", data, loss_fn, **options)
 
 
+def run_pass(backend, operation):
+    (result,) = backend.forward_backward([operation])
+    return result
+
+
 def compute_loss(backend, loss_fn):
-    output = backend.forward_backward(make_operation(loss_fn, forward_only=True))
+    output = run_pass(backend, make_operation(loss_fn, forward_only=True))
     return output.metrics["loss:sum"]
 
 
@@ -45,7 +50,7 @@ def compute_loss(backend, loss_fn):
 def test_gradient_is_the_slope_of_the_loss(backend, loss_fn):
     run = backend.runs["run"]
     run.B[:] = [0.3, -0.2, 0.5, 0.1]
-    backend.forward_backward(make_operation(loss_fn))
+    run_pass(backend, make_operation(loss_fn))
     for index in range(4):
         run.B[index] += 1e-6
         above = compute_loss(backend, loss_fn)
@@ -58,14 +63,14 @@ def test_gradient_is_the_slope_of_the_loss(backend, loss_fn):
 def test_training_lowers_the_loss(backend):
     first = compute_loss(backend, "cross_entropy")
     for _ in range(20):
-        backend.forward_backward(make_operation())
+        run_pass(backend, make_operation())
         assert backend.optim_step("run", ADAM).metrics["grad_norm"] > 0
     assert compute_loss(backend, "cross_entropy") < 0.8 * first
 
 
 def test_a_restored_run_continues_exactly(backend, tmp_path):
     for _ in range(2):
-        backend.forward_backward(make_operation())
+        run_pass(backend, make_operation())
         backend.optim_step("run", ADAM)
     backend.capture_state("run", "snapshot", with_optimizer=True)
     backend.persist_state("snapshot", tmp_path)
@@ -78,7 +83,7 @@ def test_a_restored_run_continues_exactly(backend, tmp_path):
     restored = FakeBackend.load(FakeConfig())
     restored.load_state("run", tmp_path, with_optimizer=True, create=True)
     for each in (backend, restored):
-        each.forward_backward(make_operation())
+        run_pass(each, make_operation())
         each.optim_step("run", ADAM)
     np.testing.assert_array_equal(restored.runs["run"].B, backend.runs["run"].B)
 

@@ -20,6 +20,7 @@ from transformers import (
 
 from hosted_tinker.modeling.base_model import BaseModel
 from hosted_tinker.modeling.decoder_pass import DecoderPass
+from hosted_tinker.modeling.lora import Routing
 from hosted_tinker.modeling.packed_attention import PACKED
 
 SIZES: dict[str, Any] = {
@@ -46,17 +47,17 @@ def make_model(name: str) -> PreTrainedModel:
 
 
 @pytest.fixture(scope="module", params=["full", "window"])
-def models(request: pytest.FixtureRequest) -> tuple[PreTrainedModel, DecoderPass]:
-    """The model alone, and the pass that is tested on another copy of it."""
+def models(request: pytest.FixtureRequest) -> tuple[PreTrainedModel, PreTrainedModel, DecoderPass]:
+    """The model alone, and another copy of it with the pass that is tested."""
     base = BaseModel(make_model(request.param), 64, lambda logits: logits)
-    return make_model(request.param), DecoderPass(base, pack=True)
+    return make_model(request.param), base.module, DecoderPass(base, Routing(), pack=True)
 
 
 @given(lengths=st.lists(st.integers(1, 20), min_size=1, max_size=6), seed=st.integers(0, 999))
 def test_values_and_gradients_are_those_of_each_sequence_alone(
-    models: tuple[PreTrainedModel, DecoderPass], lengths: list[int], seed: int
+    models: tuple[PreTrainedModel, PreTrainedModel, DecoderPass], lengths: list[int], seed: int
 ) -> None:
-    alone, packed = models
+    alone, module, packed = models
     assert packed.packs
     generator = torch.Generator().manual_seed(seed)
     tokens_P = torch.randint(90, (sum(lengths),), generator=generator)
@@ -65,11 +66,11 @@ def test_values_and_gradients_are_those_of_each_sequence_alone(
     expected_PD = torch.cat(
         [alone.get_decoder()(part[None], use_cache=False).last_hidden_state[0] for part in parts]
     )
-    found_PD = packed.run(tokens_P, lengths)
+    found_PD = packed.run(tokens_P, lengths, [None] * len(lengths))
     torch.testing.assert_close(found_PD, expected_PD, rtol=1e-9, atol=1e-9)
     gradients = [
-        torch.autograd.grad((hidden * weights_PD).sum(), module.get_input_embeddings().weight)[0]
-        for hidden, module in ((found_PD, packed.module), (expected_PD, alone))
+        torch.autograd.grad((hidden * weights_PD).sum(), model.get_input_embeddings().weight)[0]
+        for hidden, model in ((found_PD, module), (expected_PD, alone))
     ]
     torch.testing.assert_close(*gradients, rtol=1e-8, atol=1e-8)
 
@@ -77,7 +78,7 @@ def test_values_and_gradients_are_those_of_each_sequence_alone(
 def test_what_packed_attention_does_not_compute_is_padded(caplog: pytest.LogCaptureFixture) -> None:
     model = make_model("softcap")
     model.set_attn_implementation("eager")
-    padded = DecoderPass(BaseModel(model, 64, lambda logits: logits), pack=True)
+    padded = DecoderPass(BaseModel(model, 64, lambda logits: logits), Routing(), pack=True)
     assert not padded.packs
     assert "softcap" in caplog.text
     alone = make_model("softcap")
@@ -88,7 +89,7 @@ def test_what_packed_attention_does_not_compute_is_padded(caplog: pytest.LogCapt
         for part in tokens_P.split([9, 3])
     ]
     torch.testing.assert_close(
-        padded.run(tokens_P, [9, 3]), torch.cat(expected), rtol=1e-9, atol=1e-9
+        padded.run(tokens_P, [9, 3], [None, None]), torch.cat(expected), rtol=1e-9, atol=1e-9
     )
 
 

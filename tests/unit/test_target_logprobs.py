@@ -11,6 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
+from hosted_tinker.modeling.lora import Routing, Segment
 from hosted_tinker.modeling.target_logprobs import (
     Cells,
     LossGradient,
@@ -44,6 +45,13 @@ def make_head(generator: torch.Generator) -> Head:
         for shape in ((VOCABULARY, HIDDEN), (RANK, HIDDEN), (VOCABULARY, RANK))
     )
     return Head(weight, A.requires_grad_(), B.requires_grad_())
+
+
+def make_output_head(
+    head: Head, num_positions: int, trained: list[Tensor], chunk_tokens: int
+) -> OutputHead:
+    segments = [Segment(None, 0, num_positions)]
+    return OutputHead(cast(Any, head), Routing(), segments, trained, chunk_tokens)
 
 
 def score_whole(head: Head, hidden_PD: Tensor, cells: Cells) -> Tensor:
@@ -80,7 +88,7 @@ def test_values_and_gradients_are_those_of_the_whole_logits(
         return -(weights * (logprobs_Q if loss == "linear" else logprobs_Q.square())).sum()
 
     trained = [head.A, head.B] if trains_head else []
-    output_head = OutputHead(cast(Any, head), trained, chunk_tokens)
+    output_head = make_output_head(head, len(num_targets), trained, chunk_tokens)
     logprobs_Q = compute_target_logprobs(output_head, hidden_PD, cells, known)
 
     exact, exact_hidden = head.double(), hidden_PD.detach().double().requires_grad_()
@@ -104,7 +112,7 @@ def test_a_loss_that_is_not_what_was_said_is_noticed() -> None:
     hidden_PD = torch.randn(2, HIDDEN, generator=generator).requires_grad_()
     cells = Cells(torch.tensor([0, 1]), torch.tensor([3, 4]))
     known = LossGradient(torch.tensor([True, True]), torch.tensor([-1.0, -1.0]))
-    logprobs_Q = compute_target_logprobs(OutputHead(cast(Any, head), [], 4), hidden_PD, cells, known)
+    logprobs_Q = compute_target_logprobs(make_output_head(head, 2, [], 4), hidden_PD, cells, known)
     with pytest.raises(AssertionError, match="another gradient"):
         (-2 * logprobs_Q).sum().backward()
 
@@ -124,7 +132,7 @@ def test_logits_of_one_chunk_at_a_time_exist() -> None:
     cells = Cells(torch.arange(10), torch.arange(10))
     weights_Q = torch.tensor([0.0] * 6 + [1.0] * 4)
     known = LossGradient(weights_Q != 0, -weights_Q)
-    output_head = OutputHead(cast(Any, counting), [head.A, head.B], 3)
+    output_head = make_output_head(counting, 10, [head.A, head.B], 3)
     logprobs_Q = compute_target_logprobs(output_head, hidden_PD, cells, known)
     (-(weights_Q * logprobs_Q).sum()).backward()
     assert max(asked) <= 3
