@@ -112,6 +112,24 @@ class PytorchConfig(BaseModel):
         int,
         Field(description="Sequences that the embedded engine generates at once.", ge=1),
     ] = 64
+    prefill_chunk_tokens: Annotated[
+        int | None,
+        Field(
+            description="Tokens that the embedded engine computes in one step: the next ones of "
+            "running sequences, and chunks of prompts beside them. More take longer, so that "
+            "running sequences wait for a long prompt. Unset: 256 on the CPU, 4096 on a GPU.",
+            ge=1,
+        ),
+    ] = None
+    sampling_cache_gib: Annotated[
+        float | None,
+        Field(
+            description="Memory for the keys and values of the embedded engine, GiB. Unset: an "
+            "eighth of the host's memory on the CPU, half of what is free on a GPU; never more than "
+            "could be of use.",
+            gt=0,
+        ),
+    ] = None
     max_sampling_adapters: Annotated[
         int,
         Field(

@@ -370,6 +370,7 @@ class SampleOutput:
         target_prompt_logprobs: float32 [P - 1, K], 0 where the target was -1.
         prompt_alt_tokens: int64 [P - 1, k] tokens and float32 [P - 1, k] log-probabilities.
         target_csr: the request's, for the wire.
+        prompt_cache_hit_tokens: how many prompt tokens were not computed again for it.
     """
 
     sequences: Sequence[SampledSequence]
@@ -378,6 +379,7 @@ class SampleOutput:
     target_prompt_logprobs: Float32Array | None = None
     prompt_alt_tokens: tuple[Int64Array, Float32Array] | None = None
     target_csr: CsrPattern | None = None
+    prompt_cache_hit_tokens: int = 0
 
 
 EMPTY_TOPK_LOGPROB = -99999.0

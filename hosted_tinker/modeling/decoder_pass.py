@@ -83,7 +83,7 @@ def run_padded(base: BaseModel, tokens_P: Tensor, lengths: Sequence[int]) -> Ten
 def try_packing(base: BaseModel) -> bool:
     """Whether sequences get the hidden states in a pack that they get alone. If not, the model is
     left as it was."""
-    attention = base.module.config._attn_implementation
+    attention = cast(str, base.module.config._attn_implementation)
     lengths = (5, 5, 3, 8)
     tokens_P = torch.arange(sum(lengths), device=base.input_device) % base.vocab_size
     alone = [run_padded(base, part, [len(part)]) for part in tokens_P.split(list(lengths))]

@@ -1,19 +1,30 @@
 """Which models the embedded engine can serve: decoders whose every layer attends to all positions.
 
-Shape letters: V vocabulary.
+Shape letters: P positions of a pass, D hidden size.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
-import numpy as np
 import torch
+from torch import Tensor
 
 from hosted_tinker.errors import SettingsError
 from hosted_tinker.modeling.base_model import BaseModel, text_config
 from hosted_tinker.modeling.lora import Routing
-from hosted_tinker.sampling.decoder_passes import DecoderPasses
+from hosted_tinker.modeling.packed_attention import PACKED
+from hosted_tinker.sampling.kv_cache import KvCache
+from hosted_tinker.sampling.paged_attention import Span
+from hosted_tinker.sampling.paged_passes import (
+    PAGE_SIZE_ON_CPU,
+    PAGE_SIZE_ON_GPU,
+    PagedPasses,
+    Part,
+    measure_layers,
+)
+from hosted_tinker.types import Int64Array
 
 
 def require_full_attention(base: BaseModel, base_model: str) -> None:
@@ -27,24 +38,54 @@ def require_full_attention(base: BaseModel, base_model: str) -> None:
 
 
 @torch.inference_mode()
-def check_batched_decoding(base: BaseModel, base_model: str) -> None:
-    """Refuses a model that computes other logits with cached rows of unequal length than without.
+def check_paged_attention(base: BaseModel, base_model: str) -> None:
+    """Sets the model's attention to `PACKED`, and computes sequences in parts and together.
 
     Raises:
-        SettingsError: the difference is more than the rounding of a 16-bit model.
+        SettingsError: the difference to one at a time is more than the rounding of a 16-bit model,
+            or the architecture does not take such attention.
     """
-    prompts = [np.arange(length, dtype=np.int64) % base.vocab_size for length in (7, 3)]
-    passes = DecoderPasses(base, Routing(), max_rows=len(prompts))
-    for prompt in prompts:
-        passes.add_rows(passes.prefill(prompt[:-1], None), 1)
-    cached_BV = passes.decode([int(prompt[-1]) for prompt in prompts], [None, None])
-    for prompt, cached_V in zip(prompts, cached_BV, strict=True):
-        fresh_V = base.compute_logits(passes.prefill(prompt, None).hidden_PD[-1:])[0]
-        if not torch.allclose(fresh_V, cached_V, rtol=0, atol=0.05 * float(fresh_V.abs().max())):
-            raise SettingsError(
-                f"base_model {base_model!r}: the embedded sampling engine can't decode "
-                f"architecture {type(base.module).__name__} in batches"
-            )
+    prompts = [torch.arange(length) % base.vocab_size for length in (7, 3)]
+    wanted = [
+        base.decoder(input_ids=prompt[None].to(base.input_device), use_cache=False)
+        for prompt in prompts
+    ]
+    base.module.set_attn_implementation(PACKED)
+    try:
+        found = _compute_in_parts(base, [prompt.numpy() for prompt in prompts])
+    except (NotImplementedError, TypeError, ValueError) as error:
+        raise _refuse(base, base_model) from error
+    for one, other in zip(found, wanted, strict=True):
+        wanted_D = other.last_hidden_state[0, -1]
+        atol = 0.05 * float(wanted_D.abs().max())
+        if not torch.allclose(one, wanted_D, rtol=0, atol=atol):
+            raise _refuse(base, base_model)
+
+
+def _compute_in_parts(base: BaseModel, prompts: Sequence[Int64Array]) -> list[Tensor]:
+    """The last hidden state [D] of each prompt: a chunk of it first, then one token of each."""
+    page_size = PAGE_SIZE_ON_CPU if base.input_device.type == "cpu" else PAGE_SIZE_ON_GPU
+    cache = KvCache(measure_layers(base), num_pages=4, page_size=page_size)
+    passes = PagedPasses(base, Routing(), Routing(), cache)
+    stored = [cache.open(None, prompt, reuse=False) for prompt in prompts]
+    hidden_PD = torch.empty(0)
+    for chunk in ([slice(0, -1)] * 2, [slice(-1, None)] * 2):
+        parts: list[Part] = []
+        for one, prompt, where in zip(stored, prompts, chunk, strict=True):
+            cache.reserve(one, len(prompt))
+            tokens = prompt[where]
+            parts.append(Part(None, Span(one, len(tokens)), tokens))
+        hidden_PD = passes.run(parts)
+        for part in parts:
+            part.span.stored.length += part.span.count
+    return list(hidden_PD)
+
+
+def _refuse(base: BaseModel, base_model: str) -> SettingsError:
+    return SettingsError(
+        f"base_model {base_model!r}: the embedded sampling engine can't compute the attention of "
+        f"architecture {type(base.module).__name__} in parts"
+    )
 
 
 def _find_obstacle(config: dict[str, Any], context_length: int) -> str | None:

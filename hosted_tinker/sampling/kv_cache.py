@@ -1,148 +1,150 @@
-"""Keys and values of the sequences that run, one row each, in the form that attention layers ask for.
+"""Keys and values of everything that is being sampled, in pages under one budget.
 
-A batch of sequences of different lengths decodes together: a layer's `update` writes each row's new
-position where that row ends and returns all rows up to the longest. Rows are compact: a row that
-ends is replaced by the last one.
-
-Shape letters: B running rows, H key and value heads, T positions, E head size.
+Shape letters: G key and value heads, E head size, P positions of a pass.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
-from transformers import Cache
 
-FIRST_LENGTH = 256
-"""Positions of the first allocation: short completions never reallocate."""
+from hosted_tinker.sampling.pages import PageAllocator
+from hosted_tinker.sampling.prefix_cache import Node, PrefixCache
+from hosted_tinker.types import Int64Array
 
-
-LayerStates = Sequence[tuple[Tensor, Tensor]]
-"""Keys and values [1, H, T, E] of one sequence, per layer."""
-
-
-@dataclass(slots=True)
-class _LayerSlots:
-    """Buffers [rows, H, length, E]; keys and values may differ in H and E."""
-
-    keys: Tensor
-    values: Tensor
+ReadTokens = Callable[[int, int], Int64Array]
+"""Token ids of a sequence between two positions."""
 
 
-class SlotCache(Cache):
-    """Row i holds `lengths[i]` positions. Buffers grow by doubling and go when the last row ends."""
+@dataclass(frozen=True, slots=True)
+class LayerShape:
+    """Of one position: [heads, head size] of its key and of its value."""
 
-    def __init__(self, max_rows: int, max_length: int) -> None:
-        super().__init__(layers=[])
-        self.max_rows = max_rows
-        self.max_length = max_length
-        self.lengths: list[int] = []
-        self._slots: list[_LayerSlots] = []
-        self._rows: Tensor = torch.empty(0, dtype=torch.int64)
-        self._positions: Tensor = torch.empty(0, dtype=torch.int64)
+    key: tuple[int, int]
+    value: tuple[int, int]
+    dtype: torch.dtype
+    device: torch.device
 
     @property
-    def num_rows(self) -> int:
-        return len(self.lengths)
-
-    @property
-    def allocated_shape(self) -> tuple[int, int]:
-        """Rows and positions that the buffers have room for."""
-        if not self._slots:
-            return 0, 0
-        rows, _, length, _ = self._slots[0].keys.shape
-        return rows, length
-
-    def get_seq_length(self, layer_idx: int = 0) -> int:
-        return max(self.lengths, default=0)
-
-    def add_rows(self, prompt: LayerStates, count: int) -> None:
-        """Appends `count` rows that each begin with the prompt's keys and values."""
-        length = prompt[0][0].shape[2]
-        first = self.num_rows
-        if not self._slots:
-            self._slots = [
-                _LayerSlots(keys[:0, :, :0], values[:0, :, :0]) for keys, values in prompt
-            ]
-        self._reserve(first + count, length + 1)
-        for slots, (keys, values) in zip(self._slots, prompt, strict=True):
-            slots.keys[first : first + count, :, :length] = keys
-            slots.values[first : first + count, :, :length] = values
-        self.lengths.extend([length] * count)
-
-    def remove_row(self, row: int) -> None:
-        """Ends a row. The last row takes its index: the caller must move it likewise."""
-        last = self.num_rows - 1
-        length = self.lengths[last]
-        if row != last:
-            for slots in self._slots:
-                slots.keys[row, :, :length] = slots.keys[last, :, :length]
-                slots.values[row, :, :length] = slots.values[last, :, :length]
-            self.lengths[row] = length
-        del self.lengths[last]
-        if not self.lengths:
-            self._slots = []
-
-    def begin_step(self, device: torch.device) -> tuple[Tensor, Tensor]:
-        """Makes room for one position in every row.
-
-        Returns:
-            int64 [B, 1] the position that each row computes, and a bool attention mask
-            [B, 1, 1, T], true where a row may look.
-        """
-        longest = self.get_seq_length() + 1
-        self._reserve(self.num_rows, longest)
-        self._rows = torch.arange(self.num_rows, device=device)
-        self._positions = torch.tensor(self.lengths, dtype=torch.int64, device=device)
-        columns_T = torch.arange(longest, device=device)
-        mask_BT = columns_T <= self._positions[:, None]
-        return self._positions[:, None], mask_BT[:, None, None]
-
-    def update(
-        self,
-        key_states: Tensor,
-        value_states: Tensor,
-        layer_idx: int,
-        *args: Any,
-        **kwargs: Any,
-    ) -> tuple[Tensor, Tensor]:
-        """Called by attention layers with [B, H, 1, E]. Returns [B, H, T, E]."""
-        slots = self._slots[layer_idx]
-        slots.keys[self._rows, :, self._positions] = key_states[:, :, 0]
-        slots.values[self._rows, :, self._positions] = value_states[:, :, 0]
-        longest = self.get_seq_length() + 1
-        rows = slice(0, self.num_rows)
-        return slots.keys[rows, :, :longest], slots.values[rows, :, :longest]
-
-    def end_step(self) -> None:
-        """Counts the position that `begin_step` made room for."""
-        self.lengths = [length + 1 for length in self.lengths]
-
-    def _reserve(self, rows: int, length: int) -> None:
-        assert rows <= self.max_rows
-        assert length <= self.max_length
-        held_rows, held_length = self.allocated_shape
-        if rows <= held_rows and length <= held_length:
-            return
-        if rows > held_rows:
-            held_rows = min(self.max_rows, max(rows, 2 * held_rows))
-        if length > held_length:
-            held_length = min(self.max_length, max(length, 2 * held_length, FIRST_LENGTH))
-        for slots in self._slots:
-            slots.keys = _enlarge(slots.keys, held_rows, held_length, self.lengths)
-            slots.values = _enlarge(slots.values, held_rows, held_length, self.lengths)
+    def num_bytes(self) -> int:
+        sizes = (self.key, self.value)
+        return self.dtype.itemsize * sum(heads * size for heads, size in sizes)
 
 
-def _enlarge(buffer: Tensor, rows: int, length: int, lengths: Sequence[int]) -> Tensor:
-    """A zeroed buffer of the new shape with the old one's running rows.
+@dataclass(slots=True, eq=False)
+class StoredSequence:
+    """The pages of one sequence.
 
-    Zeros, because attention multiplies masked positions by 0, and 0 times garbage may be NaN.
+    Attributes:
+        length: positions whose keys and values are there.
+        node: where the prefix cache has its full pages up to here.
+        num_reused: positions that were there before it began.
     """
-    larger = buffer.new_zeros((rows, buffer.shape[1], length, buffer.shape[3]))
-    used = max(lengths, default=0)
-    larger[: len(lengths), :, :used] = buffer[: len(lengths), :, :used]
-    return larger
+
+    pages: list[int]
+    length: int
+    node: Node
+    num_reused: int = 0
+
+
+class KvCache:
+    """Owns the memory.
+
+    Args:
+        layers: by index of the decoder layer.
+        page_size: positions of a page.
+    """
+
+    def __init__(self, layers: Sequence[LayerShape], num_pages: int, page_size: int) -> None:
+        self.page_size = page_size
+        self.allocator = PageAllocator(num_pages)
+        self.prefixes = PrefixCache(self.allocator, page_size)
+        self.keys, self.values = (
+            [make_buffer((num_pages * page_size, *getattr(layer, name)), layer) for layer in layers]
+            for name in ("key", "value")
+        )
+
+    @property
+    def num_positions(self) -> int:
+        """Of all pages that can be handed out."""
+        return (self.allocator.num_pages - 1) * self.page_size
+
+    def open(self, adapter: str | None, tokens: Int64Array, *, reuse: bool) -> StoredSequence:
+        """Begins with the pages that are there already, but never with all of the tokens: at least
+        one is left to compute."""
+        found = self.prefixes.find(adapter, tokens[: len(tokens) - 1]) if reuse else []
+        for node in found:
+            self.allocator.hold(node.page)
+        length = len(found) * self.page_size
+        last = found[-1] if found else self.prefixes.get_root(adapter)
+        return StoredSequence([node.page for node in found], length, last, length)
+
+    def reserve(self, stored: StoredSequence, length: int) -> bool:
+        """Makes room for that many positions. False if there is none."""
+        missing = -(-length // self.page_size) - len(stored.pages)
+        if not self._ensure_free(missing):
+            return False
+        for _ in range(missing):
+            stored.pages.append(self.allocator.allocate())
+        return True
+
+    def advance(self, stored: StoredSequence, length: int, read_tokens: ReadTokens) -> None:
+        """Counts positions that were computed. Pages that are full now can be found by others."""
+        first = stored.length // self.page_size
+        stored.length = length
+        for index in range(first, length // self.page_size):
+            start = index * self.page_size
+            tokens = read_tokens(start, start + self.page_size)
+            stored.node = self.prefixes.add(stored.node, tokens, stored.pages[index])
+
+    def fork(self, stored: StoredSequence) -> StoredSequence | None:
+        """A sequence that goes on from where this one is. None if there is no room.
+
+        Full pages are shared, the last one is copied unless it is full.
+        """
+        num_full, rest = divmod(stored.length, self.page_size)
+        pages = stored.pages[:num_full]
+        if rest and not self._ensure_free(1):
+            return None
+        for page in pages:
+            self.allocator.hold(page)
+        if rest:
+            pages.append(self.allocator.allocate())
+            self._copy(stored.pages[num_full], pages[-1], rest)
+        return StoredSequence(pages, stored.length, stored.node, stored.num_reused)
+
+    def close(self, stored: StoredSequence) -> None:
+        for page in stored.pages:
+            self.allocator.release(page)
+        stored.pages = []
+        stored.length = 0
+
+    def find_slots(self, stored: StoredSequence, start: int, stop: int) -> Int64Array:
+        """Rows of the buffers of these positions."""
+        position_P = np.arange(start, stop)
+        pages = np.array(stored.pages, np.int64)
+        return pages[position_P // self.page_size] * self.page_size + position_P % self.page_size
+
+    def _ensure_free(self, count: int) -> bool:
+        """Frees many pages at once where it must free some: looking for them takes a while."""
+        if self.allocator.num_free < count:
+            self.prefixes.evict(max(count, self.allocator.num_pages // 16))
+        return self.allocator.num_free >= count
+
+    def _copy(self, source: int, target: int, count: int) -> None:
+        start, goal = source * self.page_size, target * self.page_size
+        for buffer in (*self.keys, *self.values):
+            buffer[goal : goal + count] = buffer[start : start + count]
+
+
+def make_buffer(shape: tuple[int, ...], layer: LayerShape) -> Tensor:
+    """Zeros, which on the CPU take memory only once they are written."""
+    if layer.device.type != "cpu":
+        return torch.zeros(shape, dtype=layer.dtype, device=layer.device)
+    num_bytes = math.prod(shape) * layer.dtype.itemsize
+    return torch.from_numpy(np.zeros(num_bytes, np.uint8)).view(layer.dtype).view(shape)

@@ -8,11 +8,12 @@ of a position.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import numpy as np
 import torch
 from torch import Tensor
 
-from hosted_tinker.modeling.base_model import BaseModel
 from hosted_tinker.sampling.token_choice import UniformStream, draw_tokens, top_logprobs
 from hosted_tinker.types import EMPTY_TOPK_LOGPROB, Sample, SampleOutput, TopkLogprobs
 
@@ -23,28 +24,30 @@ def scores_prompt(sample: Sample) -> bool:
 
 
 def score_prompt(
-    base: BaseModel,
+    compute_logits: Callable[[Tensor], Tensor],
     hidden_PD: Tensor,
     sample: Sample,
     uniforms: UniformStream,
     *,
+    vocab_size: int,
     chunk_tokens: int,
 ) -> SampleOutput:
     """The prompt's part of the output; its `sequences` are empty.
 
     Args:
+        compute_logits: hidden states [C, D] to float32 [C, V].
         hidden_PD: the prompt's last hidden states. Row i predicts prompt token i + 1.
         uniforms: draws the alternative tokens.
     """
     num_scored = len(sample.prompt) - 1
-    scores = allocate_scores(sample, base.vocab_size)
+    scores = allocate_scores(sample, vocab_size)
     uniform_PK = uniforms.draw_matrix(num_scored, sample.prompt_alt_tokens_k)
     last_n = sample.prompt_logprobs_last_n
     first_token = 0 if last_n is None else max(0, num_scored - last_n)
     first = 0 if _scores_others(sample) else first_token
     for start in range(first, num_scored, chunk_tokens):
         rows = slice(start, min(start + chunk_tokens, num_scored))
-        logprobs_CV = torch.log_softmax(base.compute_logits(hidden_PD[rows]), dim=-1)
+        logprobs_CV = torch.log_softmax(compute_logits(hidden_PD[rows]), dim=-1)
         _score_chunk(scores, logprobs_CV, sample, rows, uniform_PK[rows])
     if scores.prompt_logprobs is not None:
         scores.prompt_logprobs[: first_token + 1] = np.nan

@@ -1,9 +1,10 @@
 """The embedded sampling engine: continuous batching on a Hugging Face model.
 
-Each step admits waiting requests in their order, prefills their prompts one by one, and then
-computes the next token of every running sequence in one pass, whatever its adapter. Requests with
-one prompt and adapter that follow one another share a prefill: an RL group is one prompt many
-times. A request with more samples than there are free rows starts in parts.
+Each step is one pass over the next position of every running sequence and, as far as the step's
+budget goes, over chunks of prompts, whatever their adapters. Keys and values are in pages under one
+budget (`kv_cache`); what is there already of a prompt is not computed again, be it of other samples,
+of other requests or of an earlier turn. Requests that wait with one prompt share its computation.
+When the pages run out, the youngest sequences give theirs up and are computed again later.
 
 A sequence's tokens depend on its own seed only, up to the rounding of the model's arithmetic: the
 kernels of a larger batch may add in another order.
@@ -13,7 +14,7 @@ from __future__ import annotations
 
 import logging
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import cast
 
 import torch
@@ -25,19 +26,23 @@ from hosted_tinker.errors import HostedTinkerError
 from hosted_tinker.modeling.base_model import BaseModel, load_base_model, restrict_visible_gpus
 from hosted_tinker.modeling.lora import LoraModel
 from hosted_tinker.sampling.adapters import AdapterCache
-from hosted_tinker.sampling.attention_check import check_batched_decoding, require_full_attention
+from hosted_tinker.sampling.attention_check import check_paged_attention, require_full_attention
 from hosted_tinker.sampling.chat_text import describe_tokenizer, render_chat
-from hosted_tinker.sampling.decoder_passes import DecoderPasses, Prefill
 from hosted_tinker.sampling.engine import FinishSample, ReportToken
+from hosted_tinker.sampling.kv_cache import StoredSequence
+from hosted_tinker.sampling.paged_attention import Span
+from hosted_tinker.sampling.paged_passes import PagedPasses, Part, allocate_cache, measure_layers
 from hosted_tinker.sampling.prompt_scoring import score_prompt, scores_prompt
 from hosted_tinker.sampling.sequences import (
     ALTERNATIVES_STREAM,
     SAMPLE_STREAM,
     PendingSample,
+    Prompt,
     RunningSequence,
     StopReason,
     open_request,
 )
+from hosted_tinker.sampling.step_plan import plan_step
 from hosted_tinker.sampling.stopping import Decode, watch_for_stop
 from hosted_tinker.sampling.token_choice import (
     ChosenTokens,
@@ -50,22 +55,30 @@ from hosted_tinker.workers.messages import Failure
 
 logger = logging.getLogger(__name__)
 
-PromptKey = tuple[str | None, bytes]
-"""Adapter name and prompt bytes."""
+CHUNK_TOKENS_ON_CPU = 256
+CHUNK_TOKENS_ON_GPU = 4096
+"""Positions of a step beyond which it takes longer and computes no faster."""
+
+PromptKey = tuple[str | None, bytes, bool]
+"""Adapter name, prompt bytes, and whether the prompt is scored."""
+
+Owner = Prompt | RunningSequence
+"""What has keys and values."""
 
 
 class TransformersEngine:
-    """Implements `SamplingEngine`. Row i of the passes is `_running[i]`."""
+    """Implements `SamplingEngine`."""
 
     def __init__(
         self,
         base: BaseModel,
-        lora: LoraModel,
         tokenizer: PreTrainedTokenizerBase | None,
         config: PytorchConfig,
         finish: FinishSample,
         report: ReportToken,
     ) -> None:
+        """`base` is one that `check_paged_attention` lets through."""
+        lora = LoraModel(base.module)
         self._base = base
         self._tokenizer = tokenizer
         self._decode_text = None if tokenizer is None else make_decode(tokenizer)
@@ -73,11 +86,13 @@ class TransformersEngine:
         self._config = config
         self._finish = finish
         self._report = report
-        self._passes = DecoderPasses(base, lora.routing, config.max_sampling_sequences)
+        self._cache = allocate_cache(base, measure_layers(base), config)
+        self._passes = PagedPasses(base, lora.routing, lora.head_routing, self._cache)
         self._adapters = AdapterCache(lora, config.max_sampling_adapters)
+        self._num_requests = 0
         self._waiting: deque[PendingSample] = deque()
+        self._prompts: dict[PromptKey, Prompt] = {}
         self._running: list[RunningSequence] = []
-        self._last_prefill: tuple[PromptKey, Prefill] | None = None
 
     @classmethod
     def load(
@@ -93,9 +108,8 @@ class TransformersEngine:
         report_progress("loading the base model for sampling")
         base = load_base_model(base_model, config, "sampler")
         require_full_attention(base, base_model)
-        check_batched_decoding(base, base_model)
-        tokenizer = load_tokenizer(base_model)
-        return cls(base, LoraModel(base.module), tokenizer, config, finish, report)
+        check_paged_attention(base, base_model)
+        return cls(base, load_tokenizer(base_model), config, finish, report)
 
     def describe_base_model(self) -> BaseModelInfo:
         return self._base.describe()
@@ -107,166 +121,312 @@ class TransformersEngine:
         return render_chat(self._tokenizer, chat)
 
     def add(self, sample: Sample) -> None:
+        # A prompt whose last page is copied for a sample needs a page more than its positions.
+        room = self._cache.num_positions - self._cache.page_size
         try:
-            request = open_request(sample, self._base.context_length)
+            request = open_request(sample, self._num_requests, self._base.context_length, room)
         except HostedTinkerError as error:
             self._finish(sample.request_id, Failure(str(error), error.category))
         else:
+            self._num_requests += 1
             self._waiting.append(request)
 
-    @torch.inference_mode()
     def cancel(self, request_id: str) -> None:
-        """Frees the request's rows at once. Unknown ids are ignored."""
-        requests = [*self._waiting, *(sequence.request for sequence in self._running)]
-        for request in requests:
+        """Frees what the request holds at once. Unknown ids are ignored."""
+        opened = (request for prompt in self._prompts.values() for request in prompt.requests)
+        running = (sequence.request for sequence in self._running)
+        for request in (*self._waiting, *opened, *running):
             if request.sample.request_id == request_id:
                 self._fail(request, Failure("cancelled", "user"))
                 return
 
     @property
     def has_work(self) -> bool:
-        return bool(self._waiting or self._running)
+        return bool(self._waiting or self._prompts or self._running)
 
     @torch.inference_mode()
     def step(self) -> None:
         self._admit()
-        if self._running:
-            self._decode()
-        if not self.has_work:
-            self._last_prefill = None
+        work = self._plan()
+        ready: list[tuple[RunningSequence, Tensor]] = []
+        if work:
+            try:
+                ready = self._compute(work)
+            except torch.OutOfMemoryError:
+                self._relieve([owner for owner, _ in work])
+                return
+        ready += self._start_samples()
+        self._advance(ready)
+
+    # --- what a step computes ---
 
     def _admit(self) -> None:
-        """Starts waiting requests, first come first served, while there is a free row."""
-        while self._waiting and self._num_free > 0:
+        """Opens waiting requests, first come first served: those of a prompt that is open, and
+        others while this step could finish what is open and start its samples."""
+        while self._waiting:
             request = self._waiting[0]
             try:
-                if not self._start(request):
+                if not self._ensure_adapter(request.sample):
                     return
             except HostedTinkerError as error:
                 self._fail(request, Failure(str(error), error.category))
-            except torch.OutOfMemoryError:
-                self._last_prefill = None
-                self._fail(
-                    request,
-                    Failure(
-                        f"out of memory on a prompt of {len(request.sample.prompt)} tokens beside "
-                        f"{len(self._running)} running sequences; send a shorter prompt, or have "
-                        "the server's max_sampling_sequences lowered",
-                        "user",
-                    ),
+                continue
+            keeps_hidden = scores_prompt(request.sample)
+            key = (request.adapter_name, request.sample.prompt.tobytes(), keeps_hidden)
+            if prompt := self._prompts.get(key):
+                request.num_reused = len(prompt.tokens)
+                prompt.requests.append(request)
+            elif self._has_room_for_prompt:
+                tokens = request.sample.prompt
+                stored = self._cache.open(request.adapter_name, tokens, reuse=not keeps_hidden)
+                request.num_reused = stored.num_reused
+                self._prompts[key] = Prompt(
+                    request.adapter_name, tokens, [request], keeps_hidden, stored
                 )
+            else:
+                return
+            self._waiting.popleft()
+
+    def _ensure_adapter(self, sample: Sample) -> bool:
+        """False while the adapters of what is open fill the memory for adapters."""
+        if sample.adapter is None:
+            return True
+        in_use = {owner.adapter for owner in self._owners if owner.adapter is not None}
+        return self._adapters.ensure_loaded(sample.adapter, in_use)
+
+    @property
+    def _owners(self) -> list[Owner]:
+        return [*self._running, *self._prompts.values()]
+
+    @property
+    def _has_room_for_prompt(self) -> bool:
+        unstarted = sum(prompt.num_unstarted for prompt in self._prompts.values())
+        pending = sum(prompt.num_pending for prompt in self._prompts.values())
+        return self._num_free > unstarted and self._chunk_tokens > pending
 
     @property
     def _num_free(self) -> int:
         return self._config.max_sampling_sequences - len(self._running)
 
-    def _start(self, request: PendingSample) -> bool:
-        """Starts as many of the request's sequences as there are free rows.
+    @property
+    def _chunk_tokens(self) -> int:
+        if self._config.prefill_chunk_tokens is not None:
+            return self._config.prefill_chunk_tokens
+        on_cpu = self._base.input_device.type == "cpu"
+        return CHUNK_TOKENS_ON_CPU if on_cpu else CHUNK_TOKENS_ON_GPU
 
-        Returns False, and starts none, while the adapters of running sequences fill the memory for
-        adapters.
-        """
-        sample = request.sample
-        if sample.adapter is not None:
-            names = (sequence.request.adapter_name for sequence in self._running)
-            in_use = {name for name in names if name is not None}
-            if not self._adapters.ensure_loaded(sample.adapter, in_use):
+    def _plan(self) -> list[tuple[Owner, int]]:
+        """Who computes how many positions. There is room for them."""
+        owners = sorted(
+            (owner for owner in self._owners if owner.num_pending), key=lambda owner: owner.number
+        )
+        for owner in owners:
+            if not owner.stored.pages:
+                self._reopen(owner)
+        counts = plan_step([owner.num_pending for owner in owners], self._chunk_tokens)
+        work: list[tuple[Owner, int]] = []
+        for owner, count in zip(owners, counts, strict=True):
+            if count and self._reserve(owner, owner.stored.length + count):
+                work.append((owner, count))
+        # A sequence that was planned may have made room since for one that is older.
+        return [(owner, count) for owner, count in work if owner.stored.pages]
+
+    def _reopen(self, owner: Owner) -> None:
+        """Finds again what is left of a sequence that gave up its pages."""
+        tokens = owner.read_tokens(0, owner.num_pending)
+        reuse = not (isinstance(owner, Prompt) and owner.keeps_hidden)
+        owner.stored = self._cache.open(owner.adapter, tokens, reuse=reuse)
+
+    def _reserve(self, owner: Owner, length: int) -> bool:
+        """Makes room, at the cost of younger ones. One that finds none gives up what it has."""
+        while not self._cache.reserve(owner.stored, length):
+            if not self._pause_youngest(owner.number):
+                self._pause(owner)
                 return False
-        starting = self._make_sequences(request)
-        prefill = self._ensure_prefilled(request)
-        self._passes.use_adapter(request.adapter_name)
-        self._score_prompt(request, prefill)
-        request.num_started += len(starting)
-        if request.num_unstarted == 0:
-            self._waiting.popleft()
-        logits_1V = self._base.compute_logits(prefill.hidden_PD[-1:])
-        going_on = self._advance(starting, logits_1V.expand(len(starting), -1))
-        self._passes.add_rows(prefill, len(going_on))
-        self._running.extend(going_on)
         return True
 
-    def _make_sequences(self, request: PendingSample) -> list[RunningSequence]:
-        first = request.num_started
-        sample, prompt = request.sample, request.sample.prompt.tolist()
-        count = min(self._num_free, request.num_unstarted)
-        return [
-            RunningSequence(
-                request,
-                index,
-                watch_for_stop(sample.params, self._eos_ids, self._decode_text, prompt),
-                UniformStream(request.seed, (SAMPLE_STREAM, index)),
+    def _pause_youngest(self, after: int) -> bool:
+        """Takes the pages of the youngest that came after that number. False if there is none."""
+        holders = [one for one in self._owners if one.stored.pages and one.number > after]
+        if not holders:
+            return False
+        self._pause(max(holders, key=lambda owner: owner.number))
+        return True
+
+    def _pause(self, owner: Owner) -> None:
+        """Its positions are computed again once there is room."""
+        self._cache.close(owner.stored)
+        if isinstance(owner, Prompt):
+            owner.hidden_PD.clear()
+            owner.logits_V = None
+
+    # --- the pass ---
+
+    def _compute(self, work: Sequence[tuple[Owner, int]]) -> list[tuple[RunningSequence, Tensor]]:
+        """Returns the sequences that have a next token to choose, and its logits [V]."""
+        work = group_by_adapter(work)
+        parts = [
+            Part(
+                owner.adapter,
+                Span(owner.stored, count),
+                owner.read_tokens(owner.stored.length, owner.stored.length + count),
             )
-            for index in range(first, first + count)
+            for owner, count in work
         ]
+        hidden_PD = self._passes.run(parts)
+        finished: list[Owner] = []
+        last_rows: list[int] = []
+        stop = 0
+        for owner, count in work:
+            start, stop = stop, stop + count
+            self._cache.advance(owner.stored, owner.stored.length + count, owner.read_tokens)
+            if isinstance(owner, Prompt) and owner.keeps_hidden:
+                owner.hidden_PD.append(hidden_PD[start:stop].clone())
+            if owner.num_pending == 0:
+                finished.append(owner)
+                last_rows.append(stop - 1)
+        if not finished:
+            return []
+        adapters = [owner.adapter for owner in finished]
+        logits_RV = self._passes.compute_logits(hidden_PD[last_rows], adapters)
+        ready: list[tuple[RunningSequence, Tensor]] = []
+        for owner, logits_V in zip(finished, logits_RV, strict=True):
+            if isinstance(owner, Prompt):
+                owner.logits_V = logits_V
+            else:
+                ready.append((owner, logits_V))
+        return ready
 
-    def _ensure_prefilled(self, request: PendingSample) -> Prefill:
-        key = (request.adapter_name, request.sample.prompt.tobytes())
-        if self._last_prefill is None or self._last_prefill[0] != key:
-            self._last_prefill = None
-            prefill = self._passes.prefill(request.sample.prompt, request.adapter_name)
-            self._last_prefill = (key, prefill)
-        return self._last_prefill[1]
+    def _relieve(self, owners: Sequence[Owner]) -> None:
+        """After a pass for which the device had no memory: the youngest prompt fails, or the
+        youngest sequence waits."""
+        torch.cuda.empty_cache()
+        youngest = max(owners, key=lambda owner: owner.number)
+        prompts = [owner for owner in owners if isinstance(owner, Prompt)]
+        if not prompts and len(owners) > 1:
+            logger.warning("out of memory with %d sequences; one waits", len(owners))
+            self._pause(youngest)
+            return
+        if prompts:
+            youngest = max(prompts, key=lambda owner: owner.number)
+        length = len(youngest.read_tokens(0, youngest.stored.length + youngest.num_pending))
+        message = (
+            f"out of memory on a sequence of {length} tokens beside {len(owners) - 1} others; have "
+            "the server's prefill_chunk_tokens, sampling_cache_gib or max_sampling_sequences lowered"
+        )
+        requests = (
+            [youngest.request] if isinstance(youngest, RunningSequence) else youngest.requests
+        )
+        for request in [*requests]:
+            self._fail(request, Failure(message, "user"))
 
-    def _score_prompt(self, request: PendingSample, prefill: Prefill) -> None:
-        """Once for each request, under the adapter that the passes are set to."""
-        if request.num_started == 0 and scores_prompt(request.sample):
+    # --- tokens ---
+
+    def _start_samples(self) -> list[tuple[RunningSequence, Tensor]]:
+        """New sequences of prompts that are computed, first come first served, while there is a
+        free row and a page."""
+        started: list[tuple[RunningSequence, Tensor]] = []
+        for key, prompt in [*self._prompts.items()]:
+            if prompt.logits_V is None:
+                continue
+            for request in [*prompt.requests]:
+                self._score_prompt(request, prompt)
+                while request.num_unstarted and self._num_free > 0:
+                    stored = self._branch(prompt)
+                    if stored is None:
+                        return started
+                    sequence = self._make_sequence(request, stored)
+                    self._running.append(sequence)
+                    started.append((sequence, prompt.logits_V))
+                if request.num_unstarted:
+                    return started
+                prompt.requests.remove(request)
+            del self._prompts[key]
+        return started
+
+    def _branch(self, prompt: Prompt) -> StoredSequence | None:
+        """The prompt's positions for one more sample; the last one takes the prompt's own."""
+        if prompt.num_unstarted == 1:
+            return prompt.stored
+        while (stored := self._cache.fork(prompt.stored)) is None:
+            if not self._pause_youngest(prompt.number):
+                return None
+        return stored
+
+    def _make_sequence(self, request: PendingSample, stored: StoredSequence) -> RunningSequence:
+        index = request.num_started
+        request.num_started += 1
+        prompt = request.sample.prompt.tolist()
+        return RunningSequence(
+            request,
+            index,
+            watch_for_stop(request.sample.params, self._eos_ids, self._decode_text, prompt),
+            UniformStream(request.seed, (SAMPLE_STREAM, index)),
+            stored,
+        )
+
+    def _score_prompt(self, request: PendingSample, prompt: Prompt) -> None:
+        """Once for each request that asks for it."""
+        if prompt.keeps_hidden and request.prompt_scores is None:
             request.prompt_scores = score_prompt(
-                self._base,
-                prefill.hidden_PD,
+                lambda hidden_CD: self._passes.compute_logits(
+                    hidden_CD, [prompt.adapter] * len(hidden_CD)
+                ),
+                torch.cat(prompt.hidden_PD),
                 request.sample,
                 UniformStream(request.seed, (ALTERNATIVES_STREAM,)),
+                vocab_size=self._base.vocab_size,
                 chunk_tokens=self._config.logits_chunk_tokens,
             )
 
-    def _decode(self) -> None:
-        logits_BV = self._passes.decode(
-            [sequence.tokens[-1] for sequence in self._running],
-            [sequence.request.adapter_name for sequence in self._running],
-        )
-        self._keep_rows(self._advance(self._running, logits_BV))
-
-    def _advance(
-        self, sequences: Sequence[RunningSequence], logits_BV: Tensor
-    ) -> list[RunningSequence]:
-        """Gives each sequence its next token. Returns those that go on."""
+    def _advance(self, ready: Sequence[tuple[RunningSequence, Tensor]]) -> None:
+        """Gives each sequence its next token, and ends those that stop with it."""
+        if not ready:
+            return
+        sequences = [sequence for sequence, _ in ready]
+        logits_BV = torch.stack([logits_V for _, logits_V in ready])
         params = [sequence.params for sequence in sequences]
         chosen = choose_tokens(logits_BV, params, [one.uniforms.draw() for one in sequences])
         record_topk(sequences, chosen)
-        going_on: list[RunningSequence] = []
         for sequence, token, logprob in zip(sequences, chosen.tokens, chosen.logprobs, strict=True):
             reason = sequence.append(token, logprob)
             if sequence.request.sample.stream:
                 self._report(
                     sequence.request.sample.request_id, sequence.describe_last_token(reason)
                 )
-            if reason is None:
-                going_on.append(sequence)
-            else:
+            if reason is not None:
                 self._end(sequence, reason)
-        return going_on
 
     def _end(self, sequence: RunningSequence, reason: StopReason) -> None:
+        self._running.remove(sequence)
+        self._cache.close(sequence.stored)
         sequence.end(reason)
         output = sequence.request.output
         if output is not None:
             self._finish(sequence.request.sample.request_id, output)
 
     def _fail(self, request: PendingSample, failure: Failure) -> None:
-        """Drops a request, waiting or running."""
+        """Drops a request, whatever has become of it."""
         if request in self._waiting:
             self._waiting.remove(request)
-        self._keep_rows([one for one in self._running if one.request is not request])
+        for key, prompt in [*self._prompts.items()]:
+            if request in prompt.requests:
+                prompt.requests.remove(request)
+                if not prompt.requests:
+                    self._cache.close(prompt.stored)
+                    del self._prompts[key]
+        for sequence in [one for one in self._running if one.request is request]:
+            self._running.remove(sequence)
+            self._cache.close(sequence.stored)
         self._finish(request.sample.request_id, failure)
 
-    def _keep_rows(self, kept: Sequence[RunningSequence]) -> None:
-        """Frees all other rows, from the last to the first: the row that takes a freed row's index
-        is then one that is kept."""
-        kept_ids = {id(sequence) for sequence in kept}
-        for row in reversed(range(len(self._running))):
-            if id(self._running[row]) not in kept_ids:
-                self._passes.remove_row(row)
-                self._running[row] = self._running[-1]
-                self._running.pop()
+
+def group_by_adapter(work: Iterable[tuple[Owner, int]]) -> list[tuple[Owner, int]]:
+    """In the order in which the adapters first come."""
+    groups: dict[str | None, list[tuple[Owner, int]]] = {}
+    for owner, count in work:
+        groups.setdefault(owner.adapter, []).append((owner, count))
+    return [item for group in groups.values() for item in group]
 
 
 def record_topk(sequences: Sequence[RunningSequence], chosen: ChosenTokens) -> None:

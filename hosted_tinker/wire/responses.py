@@ -83,7 +83,8 @@ def encode_array_record(logprobs: Sequence[Float32Array]) -> pb.ArrayRecord:
 
 def encode_sample_output(output: SampleOutput) -> bytes:
     message = pb.SampleResponse(
-        sequences=[encode_sequence(sequence) for sequence in output.sequences]
+        sequences=[encode_sequence(sequence) for sequence in output.sequences],
+        prompt_cache_hit_tokens=output.prompt_cache_hit_tokens,
     )
     if output.prompt_logprobs is not None:
         message.prompt_logprobs = output.prompt_logprobs.tobytes()

@@ -138,7 +138,7 @@ def test_requests_join_while_others_run(harness: Harness, reference: Any) -> Non
         harness.engine.step()
     harness.add("second", [3, 4], max_tokens=4, seed=2, stop=())
     harness.drain()
-    assert (2, 1) in shapes
+    assert (1, 2) in shapes
     assert list(harness.results) == ["second", "first"]
     for request_id, prompt in (("first", PROMPT), ("second", [3, 4])):
         sequence = harness.output(request_id).sequences[0]
@@ -147,20 +147,92 @@ def test_requests_join_while_others_run(harness: Harness, reference: Any) -> Non
         np.testing.assert_allclose(sequence.logprobs, expected.numpy(), atol=1e-4)
 
 
-def test_a_shared_prefill_keeps_its_adapter_after_other_passes(harness: Harness) -> None:
-    request = {"adapter": "a1", "max_tokens": 6, "seed": 8, "stop": ()}
-    expected = harness.sample(PROMPT, **request).sequences[0]
-    harness.add("base model", [1, 2], max_tokens=20, stop=())
-    harness.add("first", PROMPT, **request)
-    harness.engine.step()
+def test_what_is_there_of_a_prompt_is_not_computed_again(harness: Harness, reference: Any) -> None:
+    """Neither of the same prompt nor of the next turn, but with another adapter."""
+    prompt = PROMPT * 22
+    request = {"adapter": "a1", "max_tokens": 60, "seed": 8, "stop": ()}
+    first = harness.sample(prompt, **request)
+    assert first.prompt_cache_hit_tokens == 0
+    turn = [*prompt, *first.sequences[0].tokens.tolist(), 9, 8, 7]
     shapes = count_passes(harness.engine)
-    harness.add("second", PROMPT, **request)
+    for tokens, adapter, reused in (
+        (prompt, "a1", 128),
+        (turn, "a1", 192),
+        (turn, "a2", 0),
+        (prompt, None, 0),
+    ):
+        shapes.clear()
+        output = harness.sample(tokens, **{**request, "adapter": adapter})
+        assert output.prompt_cache_hit_tokens == reused
+        assert shapes[0] == (1, min(256, len(tokens) - reused))
+        (sequence,) = output.sequences
+        logprobs = reference([*tokens, *sequence.tokens], adapter)
+        rows = range(len(tokens) - 1, len(tokens) + 59)
+        expected = logprobs[rows, sequence.tokens.tolist()].numpy()
+        np.testing.assert_allclose(sequence.logprobs, expected, atol=1e-4)
+
+
+def test_a_long_prompt_does_not_hold_up_what_runs(model_dir: Path, reference: Any) -> None:
+    harness = Harness(model_dir, prefill_chunk_tokens=40)
+    shapes = count_passes(harness.engine)
+    harness.add("runs", PROMPT, max_tokens=60, seed=1, stop=(), stream=True)
+    for _ in range(3):
+        harness.engine.step()
+    shapes.clear()
+    prompt = PROMPT * 60
+    harness.add("long", prompt, max_tokens=10, seed=2, stop=(), prompt_logprobs=True)
+    for step in range(10):
+        assert len(harness.reported["runs"]) == 3 + step
+        harness.engine.step()
+    assert shapes[:10] == [(1, 40)] * 10
     harness.drain()
-    assert all(length == 1 for _, length in shapes)
-    for request_id in ("first", "second"):
-        (sequence,) = harness.output(request_id).sequences
-        assert sequence.tokens.tolist() == expected.tokens.tolist()
-        np.testing.assert_allclose(sequence.logprobs, expected.logprobs, atol=1e-5)
+    scores = harness.output("long").prompt_logprobs
+    assert scores is not None
+    expected = reference(prompt)[range(len(prompt) - 1), prompt[1:]]
+    np.testing.assert_allclose(scores[1:], expected.numpy(), atol=1e-4)
+
+
+def test_what_gave_up_its_pages_goes_on_as_if_nothing_had_been(
+    model_dir: Path, reference: Any
+) -> None:
+    """Twelve sequences of up to 7 pages, where there are 15."""
+    page_bytes = 64 * 2 * 2 * 32 * 4
+    cache = {"sampling_cache_gib": 16 * page_bytes / 2**30, "max_context_length": 448}
+    harness = Harness(model_dir, **cache)
+    assert harness.engine._cache.allocator.num_pages == 17
+    prompts = [[index + 1] * (30 * index + 5) for index in range(10)]
+    for index, prompt in enumerate(prompts):
+        adapter = (None, "a1", "a2")[index % 3]
+        harness.add(str(index), prompt, adapter=adapter, max_tokens=120, seed=index, stop=())
+    harness.add("group", PROMPT * 10, num_samples=2, max_tokens=80, seed=3, stop=())
+    shapes = count_passes(harness.engine)
+    harness.drain()
+    computed = sum(length for _, length in shapes)
+    assert computed > sum(map(len, prompts)) + 70 + 10 * 120 + 2 * 80, "nothing was computed again"
+    for index, prompt in enumerate(prompts):
+        (sequence,) = harness.output(str(index)).sequences
+        logprobs = reference([*prompt, *sequence.tokens], (None, "a1", "a2")[index % 3])
+        rows = range(len(prompt) - 1, len(prompt) + 119)
+        expected = logprobs[rows, sequence.tokens.tolist()].numpy()
+        np.testing.assert_allclose(sequence.logprobs, expected, atol=1e-4)
+    assert len(harness.output("group").sequences) == 2
+    harness.add("too long", PROMPT * 50, max_tokens=700)
+    failure = harness.results["too long"]
+    assert isinstance(failure, Failure)
+
+
+def test_nothing_is_left_of_what_ended(model_dir: Path) -> None:
+    harness = Harness(model_dir)
+    allocator, prefixes = harness.engine._cache.allocator, harness.engine._cache.prefixes
+    for index in range(6):
+        harness.add(str(index), PROMPT * (index + 9), max_tokens=50, num_samples=3, stop=())
+    for _ in range(20):
+        harness.engine.step()
+    for index in (1, 4):
+        harness.engine.cancel(str(index))
+    harness.drain()
+    prefixes.evict(allocator.num_pages)
+    assert allocator.num_free == allocator.num_pages - 1
 
 
 def test_stop_id_is_kept_and_ends(harness: Harness) -> None:
