@@ -304,6 +304,19 @@ def attend(
         return torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
             query, key, value, 0.0, is_causal, attn_mask=mask, scale=scale
         )
+    return attend_plainly(query, key, value, scale, is_causal=is_causal, mask=mask)
+
+
+def attend_plainly(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    scale: float,
+    *,
+    is_causal: bool = False,
+    mask: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """The same as `attend`, by operations that every device has."""
     scores = (query.float() @ key.float().transpose(-1, -2)) * scale
     if is_causal:
         mask = torch.full_like(scores[0, 0], float("-inf")).triu(1)
