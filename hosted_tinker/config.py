@@ -76,13 +76,14 @@ class PytorchConfig(BaseModel):
         ),
     ] = "auto"
     micro_batch_tokens: Annotated[
-        int,
+        int | None,
         Field(
             description="Most tokens of one forward and backward pass, padding included where "
-            "there is some. A longer sequence goes alone.",
+            "there is some. A longer sequence goes alone. Halved where the device runs out of "
+            "memory. Unset: 1024 on the CPU, 8192 on a GPU.",
             ge=1,
         ),
-    ] = 4096
+    ] = None
     logits_chunk_tokens: Annotated[
         int,
         Field(

@@ -46,6 +46,10 @@ from hosted_tinker.types import (
 
 logger = logging.getLogger(__name__)
 
+MICRO_BATCH_TOKENS_ON_CPU = 1024
+MICRO_BATCH_TOKENS_ON_GPU = 8192
+"""More compute no faster, and take more memory."""
+
 
 @dataclass(frozen=True, slots=True)
 class Run:
@@ -72,14 +76,15 @@ class PytorchBackend:
         self._base = base
         self._config = config
         self._lora = LoraModel(base.module)
+        on_gpu = base.input_device.type == "cuda"
         decoder = DecoderPass(base, self._lora.routing, pack=config.attn_implementation == "auto")
         self._passes = JointPass(
             base, decoder, self._lora, logits_chunk_tokens=config.logits_chunk_tokens
         )
-        self._max_tokens = config.micro_batch_tokens
+        default = MICRO_BATCH_TOKENS_ON_GPU if on_gpu else MICRO_BATCH_TOKENS_ON_CPU
+        self._max_tokens = config.micro_batch_tokens or default
         self._runs: dict[str, Run] = {}
         self._snapshots: dict[str, Snapshot] = {}
-        on_gpu = base.input_device.type == "cuda"
         if on_gpu if config.gradient_checkpointing is None else config.gradient_checkpointing:
             enable_gradient_checkpointing(base.module)
 
