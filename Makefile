@@ -48,6 +48,12 @@ vllm: .venv-vllm/.installed
 	.venv-programs/bin/python -m pip install --disable-pip-version-check -r requirements-programs.txt
 	@touch $@
 
+# TRL, to measure training beside.
+.venv-rivals/.installed: requirements-rivals.txt
+	test -x .venv-rivals/bin/python || $(PYTHON) -m venv .venv-rivals
+	.venv-rivals/bin/python -m pip install --disable-pip-version-check -r requirements-rivals.txt
+	@touch $@
+
 # vLLM pins other versions of the same packages than the server: an environment of its own. The torch
 # that the CPU build pins has wheels for Python 3.11 only. The packages that are taken out again come
 # in builds for CUDA, which can't be imported here.

@@ -1,0 +1,1 @@
+"""Programs that train without the server, for `benchmarks.train_throughput` to run beside it."""
