@@ -26,6 +26,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from hosted_tinker.errors import SettingsError
+from hosted_tinker.modeling.matmul import multiply, multiply_transposed
 from hosted_tinker.types import LORA_ALPHA, LoraConfig
 
 ATTENTION_PATTERN = re.compile(r"(^|\.)(self_attn|attn|attention|self_attention)\.")
@@ -99,21 +100,46 @@ class LoraLinear(nn.Module):
         return self.base.weight
 
     def forward(self, x: Tensor) -> Tensor:
-        routed = [
-            (self.pairs[segment.adapter], segment)
-            for segment in self.routing.segments or ()
-            if segment.adapter in self.pairs
-        ]
-        if not routed:
-            return self.base(x)
-        pairs = [pair for pair, _ in routed]
-        slices = [slice(segment.start, segment.stop) for _, segment in routed]
-        parameters = [parameter for pair in pairs for parameter in (pair.A, pair.B)]
-        scales = [pair.scale for pair in pairs]
-        out_PD = AdaptedLinear.apply(
-            x.flatten(0, -2), self.base.weight, self.base.bias, slices, scales, *parameters
-        )
-        return cast(Tensor, out_PD).view(*x.shape[:-1], -1)
+        slices: list[slice] = []
+        scales: list[float] = []
+        parameters: list[Tensor] = []
+        for segment in self.routing.segments or ():
+            if segment.adapter is not None and (pair := self.pairs.get(segment.adapter)):
+                slices.append(slice(segment.start, segment.stop))
+                scales.append(pair.scale)
+                parameters += (pair.A, pair.B)
+        x_PD = x.flatten(0, -2)
+        weight, bias = self.base.weight, self.base.bias
+        if torch.is_grad_enabled():
+            out_PD = cast(
+                Tensor, AdaptedLinear.apply(x_PD, weight, bias, slices, scales, *parameters)
+            )
+        else:
+            out_PD, _ = multiply_adapted(x_PD, weight, bias, slices, scales, parameters)
+        return out_PD.view(*x.shape[:-1], -1)
+
+
+def multiply_adapted(
+    x_PD: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    slices: Sequence[slice],
+    scales: Sequence[float],
+    parameters: Sequence[Tensor],
+) -> tuple[Tensor, list[Tensor]]:
+    """The layer's output [P, D_out], and each slice's float32 x A^T [S, R].
+
+    Args:
+        parameters: A and B of each slice, one after another.
+    """
+    out_PD = multiply(x_PD, weight, bias)
+    downs: list[Tensor] = []
+    pairs = zip(parameters[::2], parameters[1::2], strict=True)
+    for where, scale, (A, B) in zip(slices, scales, pairs, strict=True):
+        down_SR = x_PD[where].to(A.dtype) @ A.T
+        add_product(out_PD[where], down_SR, B.T, scale)
+        downs.append(down_SR)
+    return out_PD, downs
 
 
 class AdaptedLinear(torch.autograd.Function):
@@ -133,26 +159,26 @@ class AdaptedLinear(torch.autograd.Function):
         scales: Sequence[float],
         *parameters: Tensor,
     ) -> Tensor:
-        out_PD = nn.functional.linear(x_PD, weight, bias)
-        downs: list[Tensor] = []
-        pairs = zip(parameters[::2], parameters[1::2], strict=True)
-        for where, scale, (A, B) in zip(slices, scales, pairs, strict=True):
-            down_SR = x_PD[where].to(A.dtype) @ A.T
-            add_product(out_PD[where], down_SR, B.T, scale)
-            downs.append(down_SR)
+        out_PD, downs = multiply_adapted(x_PD, weight, bias, slices, scales, parameters)
         ctx.slices, ctx.scales = slices, scales
-        ctx.save_for_backward(x_PD, weight, *parameters, *downs)
+        # The input is kept for the gradient of the adapters only.
+        ctx.save_for_backward(weight, *parameters, *downs, *([x_PD] if slices else []))
         return out_PD
 
     @staticmethod
     def backward(ctx: Any, *upstream: Tensor) -> tuple[Any, ...]:
         (g_PD,) = upstream
-        x_PD, weight, *saved = ctx.saved_tensors
+        weight, *saved = ctx.saved_tensors
         num_pairs = len(ctx.slices)
-        parameters, downs = saved[: 2 * num_pairs], saved[2 * num_pairs :]
-        x_gradient_PD = g_PD @ weight if ctx.needs_input_grad[0] else None
+        parameters, downs, kept = (
+            saved[: 2 * num_pairs],
+            saved[2 * num_pairs : 3 * num_pairs],
+            saved[3 * num_pairs :],
+        )
+        x_gradient_PD = multiply_transposed(g_PD, weight) if ctx.needs_input_grad[0] else None
         gradients: list[Tensor | None] = []
         for index, (where, scale) in enumerate(zip(ctx.slices, ctx.scales, strict=True)):
+            x_PD = kept[0]
             A, B = parameters[2 * index : 2 * index + 2]
             g_SD = g_PD[where].to(B.dtype)
             g_down_SR = (g_SD @ B).mul_(scale)

@@ -19,7 +19,6 @@ from torch import Tensor
 
 from hosted_tinker.types import SamplingParams, TopkLogprobs
 
-
 BLOCK_COLUMNS = 256
 
 
