@@ -40,7 +40,7 @@ from hosted_tinker.config import PytorchConfig
 from hosted_tinker.training.pytorch import PytorchBackend
 from hosted_tinker.types import ForwardBackward, LoraConfig
 from hosted_tinker.wire.proto_requests import decode_forward_backward, read_envelope
-from hosted_tinker.workers.process import WORKER_ENVIRONMENT
+from hosted_tinker.workers.process import ENVIRONMENTS
 
 RANK = 16
 TINY_SHAPE: dict[str, Any] = {
@@ -237,7 +237,7 @@ def running_backend(model: Path, data: list[tinker.Datum]) -> Iterator[Measure]:
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
-            env={**WORKER_ENVIRONMENT, **os.environ},
+            env={**ENVIRONMENTS["trainer"], **os.environ},
         )
         assert process.stdin is not None
         assert process.stdout is not None

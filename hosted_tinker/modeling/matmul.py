@@ -18,7 +18,7 @@ MAX_ROWS = 256
 
 def multiply(x_PD: Tensor, weight_OD: Tensor, bias_O: Tensor | None = None) -> Tensor:
     """x W^T + b, [P, O]."""
-    parts = count_parts(x_PD, weight_OD.shape[0])
+    parts = count_parts(x_PD, weight_OD, weight_OD.shape[0])
     if parts == 1:
         return torch.nn.functional.linear(x_PD, weight_OD, bias_O)
     columns, features = weight_OD.shape
@@ -30,7 +30,7 @@ def multiply(x_PD: Tensor, weight_OD: Tensor, bias_O: Tensor | None = None) -> T
 
 def multiply_transposed(g_PO: Tensor, weight_OD: Tensor) -> Tensor:
     """g W, [P, D]: the gradient of `multiply` with respect to x, where g is that of the result."""
-    parts = count_parts(g_PO, weight_OD.shape[1])
+    parts = count_parts(g_PO, weight_OD, weight_OD.shape[1])
     if parts == 1:
         return g_PO @ weight_OD
     columns, features = weight_OD.shape
@@ -39,9 +39,9 @@ def multiply_transposed(g_PO: Tensor, weight_OD: Tensor) -> Tensor:
     return out.transpose(0, 1).reshape(-1, features)
 
 
-def count_parts(rows: Tensor, num_columns: int) -> int:
+def count_parts(rows: Tensor, weight: Tensor, num_columns: int) -> int:
     """Into how many products of equal width to cut one with `num_columns` columns."""
-    if rows.is_cuda or not 0 < rows.shape[0] <= MAX_ROWS:
+    if rows.is_cuda or not 0 < rows.shape[0] <= MAX_ROWS or not weight.is_contiguous():
         return 1
     threads = torch.get_num_threads()
     return threads if num_columns % threads == 0 else 1
