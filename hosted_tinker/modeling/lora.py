@@ -116,7 +116,7 @@ class LoraLinear(nn.Module):
             )
         else:
             out_PD, _ = multiply_adapted(x_PD, weight, bias, slices, scales, parameters)
-        return out_PD.view(*x.shape[:-1], -1)
+        return out_PD.view(*x.shape[:-1], out_PD.shape[-1])
 
 
 def multiply_adapted(

@@ -122,7 +122,7 @@ def compute_target_logprobs(
     counts_Q = gradient.counts_Q
     if not counts_Q.any():
         # A gradient of zeros, so that the loss can be taken like any other.
-        return score_without_gradient(head, hidden_PD, cells) + 0.0 * hidden_PD.sum()
+        return score_without_gradient(head, hidden_PD, cells) + hidden_PD[:0].sum()
     values_Q = None if gradient.values_Q is None else gradient.values_Q[counts_Q]
     counting_Q = score_with_gradient(head, hidden_PD, cells.select(counts_Q), values_Q)
     if counts_Q.all():

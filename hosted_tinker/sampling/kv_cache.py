@@ -17,6 +17,8 @@ from hosted_tinker.sampling.pages import PageAllocator
 from hosted_tinker.sampling.prefix_cache import Node, PrefixCache
 from hosted_tinker.types import Int64Array
 
+NOWHERE = Node(-1, None, is_kept=False)
+"""What follows it is not kept."""
 ReadTokens = Callable[[int, int], Int64Array]
 """Token ids of a sequence between two positions."""
 
@@ -123,6 +125,7 @@ class KvCache:
             self.allocator.release(page)
         stored.pages = []
         stored.length = 0
+        stored.node = NOWHERE
 
     def find_slots(self, stored: StoredSequence, start: int, stop: int) -> Int64Array:
         """Rows of the buffers of these positions."""

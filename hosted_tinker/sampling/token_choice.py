@@ -75,13 +75,14 @@ def draw_tokens(logprobs_CV: Tensor, uniform_CQ: Tensor) -> Tensor:
     ).view(rows, num_blocks, BLOCK_COLUMNS)
     cumulative_CN = probability_CNL.sum(dim=-1).double().cumsum(dim=-1)
     threshold_CQ = _bound(uniform_CQ * cumulative_CN[:, -1:], cumulative_CN[:, -1:])
-    block_CQ = torch.searchsorted(cumulative_CN, threshold_CQ, right=True)
+    # What is above every sum is NaN, and must choose some column.
+    block_CQ = torch.searchsorted(cumulative_CN, threshold_CQ, right=True).clamp(max=num_blocks - 1)
     before_CQ = torch.where(block_CQ > 0, cumulative_CN.gather(1, (block_CQ - 1).clamp(min=0)), 0.0)
     row_C1 = torch.arange(rows, device=block_CQ.device)[:, None]
     within_CQL = probability_CNL[row_C1, block_CQ].double().cumsum(dim=-1)
     rest_CQ1 = _bound((threshold_CQ - before_CQ)[..., None], within_CQL[..., -1:])
     column_CQ1 = torch.searchsorted(within_CQL, rest_CQ1, right=True)
-    return block_CQ * BLOCK_COLUMNS + column_CQ1[..., 0]
+    return (block_CQ * BLOCK_COLUMNS + column_CQ1[..., 0]).clamp(max=columns - 1)
 
 
 def _bound(threshold: Tensor, total: Tensor) -> Tensor:

@@ -13,8 +13,10 @@ kernels of a larger batch may add in another order.
 from __future__ import annotations
 
 import logging
+import math
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
+from itertools import accumulate
 from typing import cast
 
 import torch
@@ -43,7 +45,7 @@ from hosted_tinker.sampling.sequences import (
     open_request,
 )
 from hosted_tinker.sampling.step_plan import plan_step
-from hosted_tinker.sampling.stopping import Decode, watch_for_stop
+from hosted_tinker.sampling.stopping import Decode, StopWatch, watch_for_stop
 from hosted_tinker.sampling.token_choice import (
     ChosenTokens,
     UniformStream,
@@ -125,6 +127,7 @@ class TransformersEngine:
         room = self._cache.num_positions - self._cache.page_size
         try:
             request = open_request(sample, self._num_requests, self._base.context_length, room)
+            self._watch(request)
         except HostedTinkerError as error:
             self._finish(sample.request_id, Failure(str(error), error.category))
         else:
@@ -170,6 +173,10 @@ class TransformersEngine:
                     return
             except HostedTinkerError as error:
                 self._fail(request, Failure(str(error), error.category))
+                continue
+            except torch.OutOfMemoryError:
+                message = "out of memory for one more adapter; have max_sampling_adapters lowered"
+                self._fail(request, Failure(message, "user"))
                 continue
             keeps_hidden = scores_prompt(request.sample)
             key = (request.adapter_name, request.sample.prompt.tobytes(), keeps_hidden)
@@ -217,19 +224,26 @@ class TransformersEngine:
 
     def _plan(self) -> list[tuple[Owner, int]]:
         """Who computes how many positions. There is room for them."""
-        owners = sorted(
-            (owner for owner in self._owners if owner.num_pending), key=lambda owner: owner.number
-        )
+        owners = sorted(filter(self._may_compute, self._owners), key=lambda owner: owner.number)
         for owner in owners:
             if not owner.stored.pages:
                 self._reopen(owner)
         counts = plan_step([owner.num_pending for owner in owners], self._chunk_tokens)
+        starts = [owner.stored.length for owner in owners]
         work: list[tuple[Owner, int]] = []
-        for owner, count in zip(owners, counts, strict=True):
-            if count and self._reserve(owner, owner.stored.length + count):
+        for owner, start, count in zip(owners, starts, counts, strict=True):
+            # One that has made room for others since is planned anew in the next step.
+            made_room = owner.stored.length != start
+            if count and not made_room and self._reserve(owner, start + count):
                 work.append((owner, count))
-        # A sequence that was planned may have made room since for one that is older.
         return [(owner, count) for owner, count in work if owner.stored.pages]
+
+    def _may_compute(self, owner: Owner) -> bool:
+        """A prompt that gave up its pages waits until one of its samples could have a row: the
+        sequences that have the rows need the pages."""
+        if isinstance(owner, Prompt) and not owner.stored.pages and self._num_free <= 0:
+            return False
+        return owner.num_pending > 0
 
     def _reopen(self, owner: Owner) -> None:
         """Finds again what is left of a sequence that gave up its pages."""
@@ -240,18 +254,29 @@ class TransformersEngine:
     def _reserve(self, owner: Owner, length: int) -> bool:
         """Makes room, at the cost of younger ones. One that finds none gives up what it has."""
         while not self._cache.reserve(owner.stored, length):
-            if not self._pause_youngest(owner.number):
+            if not self._pause_another(owner):
                 self._pause(owner)
                 return False
         return True
 
-    def _pause_youngest(self, after: int) -> bool:
-        """Takes the pages of the youngest that came after that number. False if there is none."""
-        holders = [one for one in self._owners if one.stored.pages and one.number > after]
-        if not holders:
-            return False
-        self._pause(max(holders, key=lambda owner: owner.number))
-        return True
+    def _pause_another(self, asker: Owner) -> bool:
+        """Takes the pages of the youngest that came after the asker. False if there is none.
+
+        A sequence takes them of its own prompt too, which can begin no sample without pages to
+        spare, and of any prompt while no row is free to begin one in.
+        """
+
+        def may_be_paused(owner: Owner) -> bool:
+            if not owner.stored.pages or owner is asker:
+                return False
+            if isinstance(asker, RunningSequence) and isinstance(owner, Prompt):
+                return owner.number >= asker.number or self._num_free <= 0
+            return owner.number > asker.number
+
+        holders = list(filter(may_be_paused, self._owners))
+        if holders:
+            self._pause(max(holders, key=lambda owner: owner.number))
+        return bool(holders)
 
     def _pause(self, owner: Owner) -> None:
         """Its positions are computed again once there is room."""
@@ -274,23 +299,27 @@ class TransformersEngine:
             for owner, count in work
         ]
         hidden_PD = self._passes.run(parts)
-        finished: list[Owner] = []
-        last_rows: list[int] = []
-        stop = 0
+        stops = list(accumulate(count for _, count in work))
+        finished = [
+            (owner, stop)
+            for (owner, count), stop in zip(work, stops, strict=True)
+            if owner.num_pending == count
+        ]
+        logits_RV = self._passes.compute_logits(
+            hidden_PD[[stop - 1 for _, stop in finished]], [owner.adapter for owner, _ in finished]
+        )
+        kept = [
+            (owner, hidden_PD[stop - count : stop].clone())
+            for (owner, count), stop in zip(work, stops, strict=True)
+            if isinstance(owner, Prompt) and owner.keeps_hidden
+        ]
+        # From here on nothing can fail: what ran out of memory before is computed again.
         for owner, count in work:
-            start, stop = stop, stop + count
             self._cache.advance(owner.stored, owner.stored.length + count, owner.read_tokens)
-            if isinstance(owner, Prompt) and owner.keeps_hidden:
-                owner.hidden_PD.append(hidden_PD[start:stop].clone())
-            if owner.num_pending == 0:
-                finished.append(owner)
-                last_rows.append(stop - 1)
-        if not finished:
-            return []
-        adapters = [owner.adapter for owner in finished]
-        logits_RV = self._passes.compute_logits(hidden_PD[last_rows], adapters)
+        for prompt, hidden_CD in kept:
+            prompt.hidden_PD.append(hidden_CD)
         ready: list[tuple[RunningSequence, Tensor]] = []
-        for owner, logits_V in zip(finished, logits_RV, strict=True):
+        for (owner, _), logits_V in zip(finished, logits_RV, strict=True):
             if isinstance(owner, Prompt):
                 owner.logits_V = logits_V
             else:
@@ -330,7 +359,8 @@ class TransformersEngine:
             if prompt.logits_V is None:
                 continue
             for request in [*prompt.requests]:
-                self._score_prompt(request, prompt)
+                if not self._score_prompt(request, prompt):
+                    continue
                 while request.num_unstarted and self._num_free > 0:
                     stored = self._branch(prompt)
                     if stored is None:
@@ -341,7 +371,7 @@ class TransformersEngine:
                 if request.num_unstarted:
                     return started
                 prompt.requests.remove(request)
-            del self._prompts[key]
+            self._prompts.pop(key, None)
         return started
 
     def _branch(self, prompt: Prompt) -> StoredSequence | None:
@@ -349,25 +379,28 @@ class TransformersEngine:
         if prompt.num_unstarted == 1:
             return prompt.stored
         while (stored := self._cache.fork(prompt.stored)) is None:
-            if not self._pause_youngest(prompt.number):
+            if not self._pause_another(prompt):
                 return None
         return stored
 
     def _make_sequence(self, request: PendingSample, stored: StoredSequence) -> RunningSequence:
         index = request.num_started
         request.num_started += 1
-        prompt = request.sample.prompt.tolist()
-        return RunningSequence(
-            request,
-            index,
-            watch_for_stop(request.sample.params, self._eos_ids, self._decode_text, prompt),
-            UniformStream(request.seed, (SAMPLE_STREAM, index)),
-            stored,
+        uniforms = UniformStream(request.seed, (SAMPLE_STREAM, index))
+        return RunningSequence(request, index, self._watch(request), uniforms, stored)
+
+    def _watch(self, request: PendingSample) -> StopWatch:
+        """Raises UserError for what can't be watched for without a tokenizer."""
+        sample = request.sample
+        return watch_for_stop(
+            sample.params, self._eos_ids, self._decode_text, sample.prompt.tolist()
         )
 
-    def _score_prompt(self, request: PendingSample, prompt: Prompt) -> None:
-        """Once for each request that asks for it."""
-        if prompt.keeps_hidden and request.prompt_scores is None:
+    def _score_prompt(self, request: PendingSample, prompt: Prompt) -> bool:
+        """Once for each request that asks for it. False if there was no memory, and it failed."""
+        if not prompt.keeps_hidden or request.prompt_scores is not None:
+            return True
+        try:
             request.prompt_scores = score_prompt(
                 lambda hidden_CD: self._passes.compute_logits(
                     hidden_CD, [prompt.adapter] * len(hidden_CD)
@@ -378,6 +411,12 @@ class TransformersEngine:
                 vocab_size=self._base.vocab_size,
                 chunk_tokens=self._config.logits_chunk_tokens,
             )
+        except torch.OutOfMemoryError:
+            length = len(prompt.tokens)
+            message = f"out of memory scoring {length} tokens; have logits_chunk_tokens lowered"
+            self._fail(request, Failure(message, "user"))
+            return False
+        return True
 
     def _advance(self, ready: Sequence[tuple[RunningSequence, Tensor]]) -> None:
         """Gives each sequence its next token, and ends those that stop with it."""
@@ -389,6 +428,13 @@ class TransformersEngine:
         chosen = choose_tokens(logits_BV, params, [one.uniforms.draw() for one in sequences])
         record_topk(sequences, chosen)
         for sequence, token, logprob in zip(sequences, chosen.tokens, chosen.logprobs, strict=True):
+            if sequence not in self._running:
+                continue  # Its request failed with another of its sequences.
+            if math.isnan(logprob):
+                name = sequence.adapter or "the base model"
+                message = f"weights {name!r} give logits that are not numbers; they have diverged"
+                self._fail(sequence.request, Failure(message, "user"))
+                continue
             reason = sequence.append(token, logprob)
             if sequence.request.sample.stream:
                 self._report(

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Protocol
 
-from hosted_tinker.errors import UserError
+from hosted_tinker.errors import HostedTinkerError
 from hosted_tinker.types import (
     AdamParams,
     BaseModelInfo,
@@ -41,7 +41,7 @@ class TrainBackend(Protocol):
 
     def forward_backward(
         self, operations: Sequence[ForwardBackward]
-    ) -> list[ForwardBackwardOutput | UserError]:
+    ) -> list[ForwardBackwardOutput | HostedTinkerError]:
         """Of each, sums the loss over tokens and data, and adds its gradient unless `forward_only`.
 
         They may be of one run or of many. One that fails changes nothing and holds up no other.

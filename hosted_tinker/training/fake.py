@@ -27,7 +27,7 @@ from hosted_tinker.adapter_layout import (
     write_configs,
 )
 from hosted_tinker.config import FakeConfig
-from hosted_tinker.errors import NotFoundError, UserError
+from hosted_tinker.errors import HostedTinkerError, NotFoundError, UserError
 from hosted_tinker.loss_specs import resolve_config
 from hosted_tinker.training.lora_checks import check_lora, check_same_shape
 from hosted_tinker.types import (
@@ -96,9 +96,9 @@ class FakeBackend:
 
     def forward_backward(
         self, operations: Sequence[ForwardBackward]
-    ) -> list[ForwardBackwardOutput | UserError]:
+    ) -> list[ForwardBackwardOutput | HostedTinkerError]:
         time.sleep(self.config.forward_backward_s)
-        results: list[ForwardBackwardOutput | UserError] = []
+        results: list[ForwardBackwardOutput | HostedTinkerError] = []
         for operation in operations:
             try:
                 results.append(self._compute(operation))

@@ -159,7 +159,11 @@ def add_gradients(
 ) -> None:
     """Adds a micro-batch's in place; the first ones become the totals."""
     flat = [parameter for own in parameters.values() for parameter in own]
-    new = iter(torch.autograd.grad(loss, flat, materialize_grads=True))
+    if loss.requires_grad:
+        new = iter(torch.autograd.grad(loss, flat, materialize_grads=True))
+    else:
+        # Only the head is trained, and no cell counts.
+        new = iter([torch.zeros_like(parameter) for parameter in flat])
     for run, own in parameters.items():
         gradients = [next(new) for _ in own]
         if run not in totals:

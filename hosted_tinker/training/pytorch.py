@@ -23,7 +23,13 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 
 from hosted_tinker.adapter_layout import OPTIMIZER_FILE, read_lora_config
 from hosted_tinker.config import PytorchConfig
-from hosted_tinker.errors import NotFoundError, SettingsError, UserError
+from hosted_tinker.errors import (
+    HostedTinkerError,
+    NotFoundError,
+    SettingsError,
+    UserError,
+    WorkerFailedError,
+)
 from hosted_tinker.modeling.adapter_files import (
     load_adapter_weights,
     save_adapter,
@@ -115,9 +121,9 @@ class PytorchBackend:
 
     def forward_backward(
         self, operations: Sequence[ForwardBackward]
-    ) -> list[ForwardBackwardOutput | UserError]:
+    ) -> list[ForwardBackwardOutput | HostedTinkerError]:
         """Runs them together. If that fails, each runs alone, so that one fails for itself only."""
-        results: dict[int, ForwardBackwardOutput | UserError] = {}
+        results: dict[int, ForwardBackwardOutput | HostedTinkerError] = {}
         known = [i for i, one in enumerate(operations) if one.model_id in self._runs]
         for forward_only in (False, True):
             together = [i for i in known if operations[i].forward_only == forward_only]
@@ -186,12 +192,17 @@ class PytorchBackend:
 
     def _try_together(
         self, operations: Sequence[ForwardBackward]
-    ) -> Sequence[ForwardBackwardOutput | UserError]:
+    ) -> Sequence[ForwardBackwardOutput | HostedTinkerError]:
         try:
             return self._run_together(operations)
         except UserError as error:
             if len(operations) == 1:
                 return [error]
+        except RuntimeError as error:
+            # Here too: what has been added to other runs' gradients must not fail with it.
+            if len(operations) == 1:
+                logger.exception("forward_backward failed model_id=%s", operations[0].model_id)
+                return [WorkerFailedError(f"{type(error).__name__}: {error}")]
         return [result for one in operations for result in self._try_together([one])]
 
     def _run_together(self, operations: Sequence[ForwardBackward]) -> list[ForwardBackwardOutput]:

@@ -185,3 +185,15 @@ def test_the_budget_halves_until_a_pass_fits(model_dir, backends, monkeypatch, c
     failed, passed = joint.forward_backward([too_long, short])
     assert "longest sequence 30; nothing was accumulated" in str(failed)
     assert_same_results(passed, apart.forward_backward([short])[0])
+
+
+def test_a_head_alone_whose_cells_do_not_count_has_a_gradient_of_zeros(model_dir):
+    backend = load(model_dir)
+    lora = LoraConfig(lora_rank=2, seed=0, train_attn=False, train_mlp=False)
+    backend.create_model("head", lora)
+    request = make_request("head", "cross_entropy", [5], seed=1)
+    request.data[0].loss_fn_inputs["weights"][:] = 0.0
+    (found,) = backend.forward_backward([request])
+    assert found.metrics["loss:sum"] == 0.0
+    gradients = [one.grad for one in backend._runs["head"].optimizer.parameters.values()]
+    assert all(gradient is not None and not gradient.any() for gradient in gradients)

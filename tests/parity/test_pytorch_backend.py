@@ -15,7 +15,7 @@ from peft import PeftModel
 from transformers import AutoModelForCausalLM, LlamaConfig, Qwen3Config, Qwen3MoeConfig
 
 from hosted_tinker.config import PytorchConfig
-from hosted_tinker.errors import NotFoundError, UserError
+from hosted_tinker.errors import HostedTinkerError, NotFoundError, UserError, WorkerFailedError
 from hosted_tinker.training.pytorch import PytorchBackend
 from hosted_tinker.types import AdamParams, Datum, ForwardBackward, LoraConfig
 
@@ -113,7 +113,7 @@ def make_operation(model_id="run", data=None, loss_fn="cross_entropy", **options
 
 def run_pass(backend, operation):
     (result,) = backend.forward_backward([operation])
-    if isinstance(result, UserError):
+    if isinstance(result, HostedTinkerError):
         raise result
     return result
 
@@ -438,7 +438,7 @@ class FailingDecoder:
     ("error", "raised", "message"),
     [
         (torch.OutOfMemoryError("out"), UserError, "126 tokens, the longest sequence 60"),
-        (RuntimeError("broken"), RuntimeError, "broken"),
+        (RuntimeError("broken"), WorkerFailedError, "RuntimeError: broken"),
     ],
 )
 def test_a_call_that_fails_midway_leaves_gradients_unharmed(backend, error, raised, message):
