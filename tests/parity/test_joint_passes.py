@@ -89,9 +89,9 @@ def take_gradients(backend):
 
 
 def assert_same_results(found, wanted):
-    assert found.metrics == pytest.approx(wanted.metrics, rel=1e-4, abs=1e-4)
+    assert found.metrics == pytest.approx(wanted.metrics, rel=1e-3, abs=1e-3)
     for one, other in zip(found.logprobs, wanted.logprobs, strict=True):
-        np.testing.assert_allclose(one, other, rtol=1e-4, atol=1e-5)
+        np.testing.assert_allclose(one, other, rtol=1e-4, atol=1e-4)
 
 
 def assert_same_gradients(found, wanted):
@@ -101,7 +101,7 @@ def assert_same_gradients(found, wanted):
         if gradient is None:
             assert found[key] is None, key
         else:
-            torch.testing.assert_close(found[key], gradient, rtol=1e-4, atol=1e-5 * largest)
+            torch.testing.assert_close(found[key], gradient, rtol=1e-3, atol=1e-4 * largest)
 
 
 @given(shapes=REQUESTS, seed=st.integers(0, 99))
