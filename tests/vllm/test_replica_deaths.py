@@ -6,10 +6,11 @@ import os
 import signal
 import time
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future
 
 import pytest
 
-from hosted_tinker.types import Sample
+from hosted_tinker.types import Sample, SampleOutput
 from tests.integration.tiny_engine import PROMPT
 from tests.vllm.tiny_replicas import (
     RESULT_TIMEOUT_S,
@@ -40,15 +41,22 @@ def make_samples(serving: Serving, names: Sequence[str | None]) -> list[Sample]:
     ]
 
 
+def start_samples(serving: Serving, names: Sequence[str | None]) -> list[Future[SampleOutput]]:
+    """Of which at least one runs. They are short, and may end before that is seen."""
+    for _ in range(20):
+        samples = make_samples(serving, names)
+        pending = [serving.loop.submit(serving.pool.sample(sample)) for sample in samples]
+        while not all(future.done() for future in pending):
+            if count_running(serving) > 0:
+                return pending
+    raise AssertionError("no sample was seen to run")
+
+
 def sample_while_killing(
     serving: Serving, names: Sequence[str | None], pid: int
 ) -> list[list[int]]:
     """Kills the process once the requests are under way."""
-    samples = make_samples(serving, names)
-    pending = [serving.loop.submit(serving.pool.sample(sample)) for sample in samples]
-    while count_running(serving) < len(samples):
-        time.sleep(0.02)
-    assert not any(future.done() for future in pending)
+    pending = start_samples(serving, names)
     os.kill(pid, signal.SIGKILL)
     outputs = [future.result(RESULT_TIMEOUT_S) for future in pending]
     return [output.sequences[0].tokens.tolist() for output in outputs]
