@@ -327,7 +327,7 @@ def attend_plainly(
 
 
 def join(out_XHE: Tensor, lse_XH: Tensor, row_X: Tensor, num_positions: int) -> Tensor:
-    """Results of one query on several stretches to its result on all: [P, H, E]."""
+    """Results of one query on several parts to its result on all: [P, H, E]."""
     row_XH = row_X[:, None].expand_as(lse_XH)
     largest_PH = lse_XH.new_full((num_positions, lse_XH.shape[1]), float("-inf"))
     largest_PH.scatter_reduce_(0, row_XH, lse_XH, "amax")

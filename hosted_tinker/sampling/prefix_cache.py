@@ -90,13 +90,6 @@ class PrefixCache:
             if self._is_idle_leaf(parent):
                 heapq.heappush(heap, (parent.used_at, id(parent), parent))
 
-    def drop(self, adapter: str | None) -> None:
-        """Forgets an adapter's pages. Those that sequences hold become free with these."""
-        root = self._roots.pop(adapter, None)
-        if root is not None:
-            for node in walk(root):
-                self._remove(node)
-
     def _remove(self, node: Node) -> None:
         node.is_kept = False
         if node.parent is not None:

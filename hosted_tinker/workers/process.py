@@ -24,12 +24,11 @@ ENVIRONMENTS: Mapping[Role, Mapping[str, str]] = {
     "trainer": COMMON_ENVIRONMENT,
     "sampler": {
         **COMMON_ENVIRONMENT,
-        # A step is hundreds of short products: threads that sleep between them cost a third of it.
-        # Spinning for some microseconds is the middle: longer is faster alone, and several times
-        # slower beside a trainer.
+        # A step is hundreds of short products, and threads that sleep between them wake late. Spinning
+        # for some microseconds is the middle: longer is faster alone, and slower beside a trainer.
         "GOMP_SPINCOUNT": "3000",
-        # glibc gives large blocks back to the system and takes page faults to have them again:
-        # attention takes more than twice as long with its defaults.
+        # glibc gives large blocks back to the system and takes page faults to have them again, which
+        # attention that gathers its keys does in every layer.
         "MALLOC_MMAP_THRESHOLD_": "33554432",
         "MALLOC_TRIM_THRESHOLD_": "4294967296",
     },
