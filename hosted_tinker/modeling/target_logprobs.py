@@ -25,10 +25,14 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 from torch.utils.checkpoint import checkpoint
 
 from hosted_tinker.modeling.base_model import BaseModel
 from hosted_tinker.modeling.lora import Routing, Segment, cut_segments, make_segments
+
+BLOCK_ELEMENTS = 2**21
+"""Of the logits that are worked on at once: what of them a cache holds."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,8 +90,7 @@ class OutputHead:
         logits_CV = self.base.compute_logits(hidden_CD)
         # A tied head is on the first device of a pipeline, the hidden states on the last.
         position_Q, target_Q = (x.to(logits_CV.device) for x in (cells.position_Q, cells.target_Q))
-        normalizer_C = torch.logsumexp(logits_CV, dim=-1)
-        logprobs_Q = logits_CV[position_Q, target_Q] - normalizer_C[position_Q]
+        logprobs_Q = cast(Tensor, TargetLogprobs.apply(logits_CV, position_Q, target_Q))
         return logprobs_Q.to(hidden_CD.device)
 
     def split(self, num_positions: int, cells: Cells) -> Iterator[tuple[slice, slice, Cells]]:
@@ -165,6 +168,35 @@ def drop_idle_positions(
     if len(rows_R) == len(hidden_PD):
         return head, hidden_PD, cells
     return head.keep_positions(rows_R), hidden_PD[rows_R], Cells(index_Q, cells.target_Q)
+
+
+class TargetLogprobs(torch.autograd.Function):
+    """Log-softmax at the targets, with no second tensor of the logits' size.
+
+    The gradient u_q (onehot(target_q) - softmax) is written where the logits are, which nothing else
+    may read afterwards. It can be taken once.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, logits_CV: Tensor, position_Q: Tensor, target_Q: Tensor) -> Tensor:
+        rows = max(1, BLOCK_ELEMENTS // logits_CV.shape[1])
+        normalizer_C = torch.cat([part.logsumexp(dim=-1) for part in logits_CV.split(rows)])
+        ctx.save_for_backward(logits_CV, normalizer_C, position_Q, target_Q)
+        return logits_CV[position_Q, target_Q] - normalizer_C[position_Q]
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *upstream: Tensor) -> tuple[Tensor | None, ...]:
+        (upstream_Q,) = upstream
+        logits_CV, normalizer_C, position_Q, target_Q = ctx.saved_tensors
+        rows = max(1, BLOCK_ELEMENTS // logits_CV.shape[1])
+        total_C = torch.zeros_like(normalizer_C).index_add_(0, position_Q, upstream_Q)
+        for part, normalizer, total in zip(
+            logits_CV.split(rows), normalizer_C.split(rows), total_C.split(rows), strict=True
+        ):
+            part.sub_(normalizer[:, None]).exp_().mul_(-total[:, None])
+        logits_CV.index_put_((position_Q, target_Q), upstream_Q, accumulate=True)
+        return logits_CV, None, None
 
 
 class ScoreAndDifferentiate(torch.autograd.Function):
