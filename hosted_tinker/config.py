@@ -60,6 +60,23 @@ class PytorchConfig(BaseModel):
             ge=0,
         ),
     ] = None
+    share_base_model: Annotated[
+        bool | None,
+        Field(
+            description="Train and sample in one process, which holds the base model once and takes "
+            "turns. Unset: where the embedded engine samples on the one device that trains. Off: a "
+            "process and a model for each; a crash of one leaves the other alone."
+        ),
+    ] = None
+    sampling_share: Annotated[
+        float,
+        Field(
+            description="Of the device's time, what the embedded engine gets while training could use "
+            "all of it, with share_base_model. What one does not use, the other has.",
+            gt=0,
+            lt=1,
+        ),
+    ] = 0.5
     dtype: Annotated[
         Literal["auto", "float32", "bfloat16", "float16"],
         Field(
@@ -295,8 +312,8 @@ class Settings(BaseModel):
     embedded_fallback: Annotated[
         bool,
         Field(
-            description="Answer what vLLM can't serve with the embedded engine, which holds the base "
-            "model a second time. Off: such a request, or run, is refused by name."
+            description="Answer what vLLM can't serve with the embedded engine. Off: such a request, "
+            "or run, is refused by name."
         ),
     ] = False
     adapter_sync: Annotated[

@@ -20,7 +20,7 @@ from hosted_tinker.default_model import DEFAULT_MODEL_NAME, ensure_default_model
 from hosted_tinker.errors import HostedTinkerError, SettingsError, UnservableError
 from hosted_tinker.futures import Futures
 from hosted_tinker.model_names import ModelNames
-from hosted_tinker.replicas.gpus import list_gpus, measure_weights, place_on_gpus
+from hosted_tinker.replicas.gpus import list_gpus, measure_weights, place_on_gpus, shares_device
 from hosted_tinker.replicas.launch import make_replicas, open_http_session
 from hosted_tinker.replicas.pool import ReplicaPool
 from hosted_tinker.run_weights import NewestWeights, WeightsStore
@@ -65,11 +65,17 @@ class Server:
         self._has_failed = False
         self._http: aiohttp.ClientSession | None = None
         self.holds = AdapterHolds()
-        self.trainer = WorkerGroup("trainer", on_restart=lambda: self.training.mark_all_lost())
+        self._gpus = list_gpus()
+        is_shared = shares_device(settings, self._gpus)
+        self.trainer = WorkerGroup(
+            "shared" if is_shared else "trainer",
+            on_restart=lambda: self.training.mark_all_lost(),
+        )
         self.pool = ReplicaPool(settings.vllm_start_timeout_s) if settings.uses_vllm else None
         self.embedded: EmbeddedSampler | None = None
         if settings.uses_embedded_engine:
-            self.embedded = EmbeddedSampler(WorkerGroup("sampler", on_restart=lambda: None))
+            alone = None if is_shared else WorkerGroup("sampler", on_restart=lambda: None)
+            self.embedded = EmbeddedSampler(alone or self.trainer)
         self.sampler = choose_sampler(self.pool, self.embedded, self.trainer)
         self.sampling = SamplingScheduler(
             self.sampler, self.futures, self.holds, max_queued=settings.max_queued_samples
@@ -98,10 +104,8 @@ class Server:
             HostedTinkerError: the model can't be loaded. The message is for the operator.
         """
         base_model = await self._find_base_model()
-        gpus = await asyncio.to_thread(list_gpus)
-        backend_config = place_on_gpus(self.settings, gpus, measure_weights(base_model))
-        groups = [self.trainer, *([self.embedded.group] if self.embedded else [])]
-        for group in groups:
+        backend_config = place_on_gpus(self.settings, self._gpus, measure_weights(base_model))
+        for group in self._groups:
             spec = WorkerSpec(group.role, base_model, self.settings.backend, backend_config)
             group.start([spec])
         self._tasks = [
@@ -119,6 +123,12 @@ class Server:
             )
         await asyncio.gather(self.trainer.wait_ready(), self.sampler.wait_ready())
 
+    @property
+    def _groups(self) -> list[WorkerGroup]:
+        """One for both where training and sampling share a device."""
+        embedded = [self.embedded.group] if self.embedded else []
+        return list(dict.fromkeys([self.trainer, *embedded]))
+
     def begin_stop(self) -> None:
         """Wakes held polls. Requests that still run after a grace period are cancelled."""
         self.is_stopping = True
@@ -131,9 +141,8 @@ class Server:
         await asyncio.gather(*self._tasks, return_exceptions=True)
         await self.training.drain(DRAIN_TIMEOUT_S)
         await self.newest.stop()
-        parts = [self.trainer, *([self.embedded.group] if self.embedded else [])]
         pools = [self.pool] if self.pool else []
-        await asyncio.gather(*(part.stop() for part in (*parts, *pools)))
+        await asyncio.gather(*(part.stop() for part in (*self._groups, *pools)))
         if self._http is not None:
             await self._http.close()
         self.metadata.close()
@@ -151,6 +160,8 @@ class Server:
         """What is being done before the server is ready."""
         if self.loading_phase != "workers":
             return self.loading_phase
+        if self._groups == [self.trainer] and self.pool is None:
+            return self.trainer.phase
         return f"trainer: {self.trainer.phase}, sampler: {self.sampler.phase}"
 
     async def check_sampler_serves(self, model_id: str) -> None:

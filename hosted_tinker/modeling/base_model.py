@@ -52,8 +52,13 @@ class BaseModel:
         return cast(Tensor, self.module.get_input_embeddings().weight).device
 
     @property
+    def text_config(self) -> Any:
+        """The language model's part of the configuration."""
+        return read_text_config(self.module.config)
+
+    @property
     def vocab_size(self) -> int:
-        return cast(int, text_config(self.module.config).vocab_size)
+        return cast(int, self.text_config.vocab_size)
 
     def compute_logits(self, hidden_PD: Tensor) -> Tensor:
         """Float32 logits [P, V] of last hidden states [P, D]."""
@@ -96,11 +101,11 @@ def load_base_model(
         raise SettingsError(f"base_model {base_model!r} cannot be loaded: {error}") from error
     module.requires_grad_(False)
     module.eval()
-    own_length = cast(int, text_config(model_config).max_position_embeddings)
+    own_length = cast(int, read_text_config(model_config).max_position_embeddings)
     base = BaseModel(
         module,
         context_length=min(own_length, config.max_context_length or own_length),
-        logits_transform=choose_logits_transform(text_config(model_config)),
+        logits_transform=choose_logits_transform(read_text_config(model_config)),
     )
     check_parts_make_the_model(base, base_model)
     return base
@@ -119,16 +124,16 @@ def looks_like_path(base_model: str) -> bool:
     return base_model.startswith((".", "/", "~")) or base_model.count("/") > 1
 
 
-def text_config(config: PretrainedConfig) -> Any:
+def read_text_config(config: PretrainedConfig) -> Any:
     """The language model's part of a configuration that may have other parts."""
     return config.get_text_config(decoder=True)
 
 
 def disable_dropout(config: PretrainedConfig) -> None:
     """Training here is exact: every dropout probability of the architecture becomes 0."""
-    for name, value in list(text_config(config).to_dict().items()):
+    for name, value in list(read_text_config(config).to_dict().items()):
         if name.endswith(("dropout", "pdrop")) and isinstance(value, float):
-            setattr(text_config(config), name, 0.0)
+            setattr(read_text_config(config), name, 0.0)
 
 
 def choose_dtype(config: PytorchConfig) -> torch.dtype | Literal["auto"]:

@@ -15,7 +15,8 @@ from __future__ import annotations
 import math
 import re
 import sys
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Generator, Iterable, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import groupby
 from operator import itemgetter
@@ -60,6 +61,15 @@ class Routing:
 
     def __init__(self) -> None:
         self.segments: Sequence[Segment] | None = None
+
+    @contextmanager
+    def during(self, segments: Sequence[Segment]) -> Generator[None]:
+        """For one pass. What was set before may be another pass's that is still to go on."""
+        before, self.segments = self.segments, segments
+        try:
+            yield
+        finally:
+            self.segments = before
 
     def use_one(self, adapter: str | None) -> None:
         """Gives all positions to one adapter, or to the base model."""

@@ -25,11 +25,11 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 from torch.utils.checkpoint import checkpoint
 
 from hosted_tinker.modeling.base_model import BaseModel
 from hosted_tinker.modeling.lora import Routing, Segment, cut_segments, make_segments
+from hosted_tinker.modeling.turn_points import TurnPoint, never_turn
 
 BLOCK_ELEMENTS = 2**21
 """Of the logits that are worked on at once: what of them a cache holds."""
@@ -76,6 +76,7 @@ class OutputHead:
         segments: whose positions the hidden states are, without a gap.
         trained: the parameters of the head that get a gradient.
         chunk_tokens: positions whose logits exist at once.
+        turn: called before each chunk.
     """
 
     base: BaseModel
@@ -83,9 +84,11 @@ class OutputHead:
     segments: Sequence[Segment]
     trained: Sequence[Tensor]
     chunk_tokens: int
+    turn: TurnPoint = never_turn
 
     def score(self, hidden_CD: Tensor, start: int, cells: Cells) -> Tensor:
         """Float32 [Q] of the chunk that begins at position `start`, from where cells count."""
+        self.turn()
         self.routing.segments = cut_segments(self.segments, start, start + len(hidden_CD))
         logits_CV = self.base.compute_logits(hidden_CD)
         # A tied head is on the first device of a pipeline, the hidden states on the last.
@@ -185,7 +188,6 @@ class TargetLogprobs(torch.autograd.Function):
         return logits_CV[position_Q, target_Q] - normalizer_C[position_Q]
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, *upstream: Tensor) -> tuple[Tensor | None, ...]:
         (upstream_Q,) = upstream
         logits_CV, normalizer_C, position_Q, target_Q = ctx.saved_tensors

@@ -104,6 +104,45 @@ def place_on_gpus(
     return config
 
 
+def shares_device(settings: Settings, gpus: Sequence[Gpu] | None) -> bool:
+    """Whether one process trains and runs the embedded engine, on one base model.
+
+    Args:
+        gpus: those of the machine; None if not known.
+
+    Raises:
+        SettingsError: `share_base_model` is asked for, and can't be.
+    """
+    config = settings.backend_config
+    if not isinstance(config, PytorchConfig) or not settings.uses_embedded_engine:
+        return False
+    if config.share_base_model is False:
+        return False
+    obstacle = find_sharing_obstacle(settings, config, gpus)
+    if obstacle and config.share_base_model:
+        raise SettingsError(f"share_base_model is true, but {obstacle}")
+    return obstacle is None
+
+
+def find_sharing_obstacle(
+    settings: Settings, config: PytorchConfig, gpus: Sequence[Gpu] | None
+) -> str | None:
+    if config.attn_implementation != "auto":
+        return f"attn_implementation is {config.attn_implementation!r}; accepted with it: 'auto'"
+    if gpus is None and Path("/dev/nvidia0").exists():
+        return "nvidia-smi, which tells how many GPUs there are, can't be run"
+    if not gpus:
+        return None
+    placed = place_on_gpus(settings, gpus, model_bytes=None)
+    assert isinstance(placed, PytorchConfig)
+    training = parse_indices(placed.train_gpus) or [gpu.index for gpu in gpus]
+    if len(training) > 1 and placed.device_map == "auto":
+        return f"training takes the GPUs {training}; name one in train_gpus"
+    if placed.sampler_gpu not in (None, training[0]):
+        return f"sampler_gpu is {placed.sampler_gpu} and training takes GPU {training[0]}"
+    return None
+
+
 def parse_indices(indices: str | None) -> list[int]:
     return [int(index) for index in indices.split(",")] if indices else []
 

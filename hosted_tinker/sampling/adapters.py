@@ -16,6 +16,11 @@ from hosted_tinker.modeling.lora import LoraModel
 from hosted_tinker.types import AdapterRef
 
 
+def find_key(name: str) -> str:
+    """Under which an adapter is on a `LoraModel`. Training may share it, with its runs' ids as keys."""
+    return f"sampled:{name}"
+
+
 class AdapterCache:
     """The adapters on a `LoraModel`."""
 
@@ -42,9 +47,9 @@ class AdapterCache:
             state = load_adapter_weights(ref.directory)
             check_fits(state, self._lora, ref.name)
             if evicted is not None:
-                self._lora.remove_adapter(evicted)
+                self._lora.remove_adapter(find_key(evicted))
                 del self._held[evicted]
-            self._lora.set_adapter(ref.name, state)
+            self._lora.set_adapter(find_key(ref.name), state)
             self._held[ref.name] = None
         self._held.move_to_end(ref.name)
         return True

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from hosted_tinker.errors import SettingsError
-from hosted_tinker.modeling.base_model import BaseModel, text_config
+from hosted_tinker.modeling.base_model import BaseModel
 from hosted_tinker.modeling.lora import Routing
 from hosted_tinker.modeling.packed_attention import PACKED
 from hosted_tinker.sampling.kv_cache import KvCache
@@ -27,9 +27,15 @@ from hosted_tinker.sampling.paged_passes import (
 from hosted_tinker.types import Int64Array
 
 
+def prepare_base_model(base: BaseModel, base_model: str) -> None:
+    """Sets the model's attention to `PACKED`. Raises SettingsError for one that can't be served."""
+    require_full_attention(base, base_model)
+    check_paged_attention(base, base_model)
+
+
 def require_full_attention(base: BaseModel, base_model: str) -> None:
     """Raises SettingsError for a model whose results would depend on a window or on neighbours."""
-    reason = _find_obstacle(text_config(base.module.config).to_dict(), base.context_length)
+    reason = _find_obstacle(base.text_config.to_dict(), base.context_length)
     if reason is not None:
         raise SettingsError(
             f"base_model {base_model!r}: the embedded sampling engine serves full-attention "

@@ -17,8 +17,9 @@ from torch import Tensor
 from hosted_tinker.config import PytorchConfig
 from hosted_tinker.modeling.base_model import BaseModel
 from hosted_tinker.modeling.decoder_pass import run_with_layout
-from hosted_tinker.modeling.lora import Routing, make_segments
+from hosted_tinker.modeling.lora import Routing, Segment, make_segments
 from hosted_tinker.modeling.packed_attention import PackedSequences
+from hosted_tinker.sampling.adapters import find_key
 from hosted_tinker.sampling.kv_cache import KvCache, LayerShape
 from hosted_tinker.sampling.paged_attention import Span, lay_out
 from hosted_tinker.types import Int64Array
@@ -44,7 +45,7 @@ class Part:
 
 
 class PagedPasses:
-    """Runs the model, and sets the routings before each pass."""
+    """Runs the model, with the routings set for each pass."""
 
     def __init__(
         self, base: BaseModel, routing: Routing, head_routing: Routing, cache: KvCache
@@ -66,19 +67,24 @@ class PagedPasses:
             [np.arange(start, start + count) for start, count in zip(starts, counts, strict=True)]
         )
         tokens_P = np.concatenate([part.tokens for part in parts])
-        self._routing.segments = make_segments([part.adapter for part in parts], counts)
         device = self._base.input_device
-        return run_with_layout(
-            self._base,
-            torch.from_numpy(tokens_P).to(device),
-            torch.from_numpy(position_P).to(device),
-            lay_out(self._cache, [part.span for part in parts]),
-        )
+        with self._routing.during(route([part.adapter for part in parts], counts)):
+            return run_with_layout(
+                self._base,
+                torch.from_numpy(tokens_P).to(device),
+                torch.from_numpy(position_P).to(device),
+                lay_out(self._cache, [part.span for part in parts]),
+            )
 
     def compute_logits(self, hidden_RD: Tensor, adapters: Sequence[str | None]) -> Tensor:
         """Float32 [R, V]. `adapters` are those of the rows."""
-        self._head_routing.segments = make_segments(adapters, [1] * len(adapters))
-        return self._base.compute_logits(hidden_RD)
+        with self._head_routing.during(route(adapters, [1] * len(adapters))):
+            return self._base.compute_logits(hidden_RD)
+
+
+def route(adapters: Sequence[str | None], lengths: Sequence[int]) -> list[Segment]:
+    keys = (None if adapter is None else find_key(adapter) for adapter in adapters)
+    return make_segments(keys, lengths)
 
 
 class MeasuredLayers:

@@ -16,6 +16,7 @@ import logging
 import math
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
 from itertools import accumulate
 from typing import cast
 
@@ -28,7 +29,7 @@ from hosted_tinker.errors import HostedTinkerError
 from hosted_tinker.modeling.base_model import BaseModel, load_base_model, restrict_visible_gpus
 from hosted_tinker.modeling.lora import LoraModel
 from hosted_tinker.sampling.adapters import AdapterCache
-from hosted_tinker.sampling.attention_check import check_paged_attention, require_full_attention
+from hosted_tinker.sampling.attention_check import prepare_base_model
 from hosted_tinker.sampling.chat_text import describe_tokenizer, render_chat
 from hosted_tinker.sampling.engine import FinishSample, ReportToken
 from hosted_tinker.sampling.kv_cache import StoredSequence
@@ -74,13 +75,13 @@ class TransformersEngine:
     def __init__(
         self,
         base: BaseModel,
+        lora: LoraModel,
         tokenizer: PreTrainedTokenizerBase | None,
         config: PytorchConfig,
         finish: FinishSample,
         report: ReportToken,
     ) -> None:
-        """`base` is one that `check_paged_attention` lets through."""
-        lora = LoraModel(base.module)
+        """`lora` are the layers of `base`, which `prepare_base_model` has let through."""
         self._base = base
         self._tokenizer = tokenizer
         self._decode_text = None if tokenizer is None else make_decode(tokenizer)
@@ -109,9 +110,9 @@ class TransformersEngine:
         restrict_visible_gpus(config, "sampler")
         report_progress("loading the base model for sampling")
         base = load_base_model(base_model, config, "sampler")
-        require_full_attention(base, base_model)
-        check_paged_attention(base, base_model)
-        return cls(base, load_tokenizer(base_model), config, finish, report)
+        prepare_base_model(base, base_model)
+        lora = LoraModel(base.module)
+        return cls(base, lora, load_tokenizer(base_model), config, finish, report)
 
     def describe_base_model(self) -> BaseModelInfo:
         return self._base.describe()
@@ -149,6 +150,16 @@ class TransformersEngine:
 
     @torch.inference_mode()
     def step(self) -> None:
+        """A step that fails takes the requests with it, and nothing else that the process holds."""
+        try:
+            self._step()
+        except torch.AcceleratorError:
+            raise  # The device is lost to this process.
+        except RuntimeError as error:
+            logger.exception("a step of the sampling engine failed")
+            self._fail_all(Failure(f"{type(error).__name__}: {error}", "server"))
+
+    def _step(self) -> None:
         self._admit()
         work = self._plan()
         ready: list[tuple[RunningSequence, Tensor]] = []
@@ -420,13 +431,35 @@ class TransformersEngine:
 
     def _advance(self, ready: Sequence[tuple[RunningSequence, Tensor]]) -> None:
         """Gives each sequence its next token, and ends those that stop with it."""
-        if not ready:
+        self._choose(
+            [(sequence, logits_V, sequence.uniforms.draw()) for sequence, logits_V in ready]
+        )
+
+    def _choose(self, rows: Sequence[tuple[RunningSequence, Tensor, float]]) -> None:
+        """All at once, or in halves for which the memory suffices."""
+        if not rows:
             return
-        sequences = [sequence for sequence, _ in ready]
-        logits_BV = torch.stack([logits_V for _, logits_V in ready])
-        params = [sequence.params for sequence in sequences]
-        chosen = choose_tokens(logits_BV, params, [one.uniforms.draw() for one in sequences])
-        record_topk(sequences, chosen)
+        sequences = [sequence for sequence, _, _ in rows]
+        # What follows comes after the block, where the failed attempt's tensors are free again.
+        with suppress(torch.OutOfMemoryError):
+            chosen = choose_tokens(
+                torch.stack([logits_V for _, logits_V, _ in rows]),
+                [sequence.params for sequence in sequences],
+                [uniform for _, _, uniform in rows],
+            )
+            record_topk(sequences, chosen)
+            self._take(sequences, chosen)
+            return
+        torch.cuda.empty_cache()
+        if len(rows) == 1:
+            message = "out of memory choosing a token; have the server's sampling_cache_gib lowered"
+            self._fail(sequences[0].request, Failure(message, "user"))
+            return
+        half = len(rows) // 2
+        self._choose(rows[:half])
+        self._choose(rows[half:])
+
+    def _take(self, sequences: Sequence[RunningSequence], chosen: ChosenTokens) -> None:
         for sequence, token, logprob in zip(sequences, chosen.tokens, chosen.logprobs, strict=True):
             if sequence not in self._running:
                 continue  # Its request failed with another of its sequences.
@@ -450,6 +483,16 @@ class TransformersEngine:
         output = sequence.request.output
         if output is not None:
             self._finish(sequence.request.sample.request_id, output)
+
+    def _fail_all(self, failure: Failure) -> None:
+        """Ends every request. Keys and values that were counted are as good as before."""
+        requests = [
+            *(sequence.request for sequence in self._running),
+            *(request for prompt in self._prompts.values() for request in prompt.requests),
+            *self._waiting,
+        ]
+        for request in dict.fromkeys(requests):
+            self._fail(request, failure)
 
     def _fail(self, request: PendingSample, failure: Failure) -> None:
         """Drops a request, whatever has become of it."""

@@ -27,6 +27,7 @@ from hosted_tinker.modeling.target_logprobs import (
     OutputHead,
     compute_target_logprobs,
 )
+from hosted_tinker.modeling.turn_points import TurnPoint
 from hosted_tinker.training.batch import (
     DatumIndex,
     MicroBatch,
@@ -57,12 +58,19 @@ class JointPass:
     """Runs requests that compute the same way: all with a gradient, or all without."""
 
     def __init__(
-        self, base: BaseModel, decoder: DecoderPass, lora: LoraModel, *, logits_chunk_tokens: int
+        self,
+        base: BaseModel,
+        decoder: DecoderPass,
+        lora: LoraModel,
+        *,
+        logits_chunk_tokens: int,
+        turn: TurnPoint,
     ) -> None:
         self._base = base
         self._decoder = decoder
         self._lora = lora
         self._logits_chunk_tokens = logits_chunk_tokens
+        self._turn = turn
 
     def run(
         self,
@@ -141,7 +149,12 @@ class JointPass:
         ]
         segments = make_segments(runs, lengths)
         return OutputHead(
-            self._base, self._lora.head_routing, segments, trained, self._logits_chunk_tokens
+            self._base,
+            self._lora.head_routing,
+            segments,
+            trained,
+            self._logits_chunk_tokens,
+            self._turn,
         )
 
 

@@ -37,6 +37,7 @@ from hosted_tinker.modeling.adapter_files import (
 from hosted_tinker.modeling.base_model import BaseModel, load_base_model, restrict_visible_gpus
 from hosted_tinker.modeling.decoder_pass import DecoderPass
 from hosted_tinker.modeling.lora import LoraModel, clone_to_cpu
+from hosted_tinker.modeling.turn_points import TurnPoint, never_turn
 from hosted_tinker.training.backend import ReportProgress
 from hosted_tinker.training.joint_pass import JointPass
 from hosted_tinker.training.lora_checks import check_lora, check_same_shape
@@ -77,15 +78,23 @@ class Snapshot:
 class PytorchBackend:
     """Implements `TrainBackend`."""
 
-    def __init__(self, base_model: str, base: BaseModel, config: PytorchConfig) -> None:
+    def __init__(
+        self,
+        base_model: str,
+        base: BaseModel,
+        lora: LoraModel,
+        config: PytorchConfig,
+        turn: TurnPoint = never_turn,
+    ) -> None:
+        """`lora` are the layers of `base`; `turn` is called between the layers of a pass."""
         self._base_model = base_model
         self._base = base
         self._config = config
-        self._lora = LoraModel(base.module)
+        self._lora = lora
         on_gpu = base.input_device.type == "cuda"
-        decoder = DecoderPass(base, self._lora.routing, pack=config.attn_implementation == "auto")
+        decoder = DecoderPass(base, lora.routing, pack=config.attn_implementation == "auto")
         self._passes = JointPass(
-            base, decoder, self._lora, logits_chunk_tokens=config.logits_chunk_tokens
+            base, decoder, lora, logits_chunk_tokens=config.logits_chunk_tokens, turn=turn
         )
         default = MICRO_BATCH_TOKENS_ON_GPU if on_gpu else MICRO_BATCH_TOKENS_ON_CPU
         self._max_tokens = config.micro_batch_tokens or default
@@ -99,7 +108,8 @@ class PytorchBackend:
         """Raises SettingsError if the model can't be loaded or trained."""
         restrict_visible_gpus(config, "trainer")
         report_progress(f"loading {base_model}")
-        return cls(base_model, load_base_model(base_model, config, "trainer"), config)
+        base = load_base_model(base_model, config, "trainer")
+        return cls(base_model, base, LoraModel(base.module), config)
 
     def describe_base_model(self) -> BaseModelInfo:
         return self._base.describe()

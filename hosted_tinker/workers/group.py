@@ -39,6 +39,11 @@ from hosted_tinker.workers.process import WorkerProcess
 logger = logging.getLogger(__name__)
 
 STOP_TIMEOUT_S = 5.0
+TITLES: dict[Role, str] = {
+    "trainer": "trainer",
+    "sampler": "sampler",
+    "shared": "training and sampling",
+}
 OnTokens = Callable[[Sequence[NewToken]], None]
 
 
@@ -57,6 +62,7 @@ class WorkerGroup:
 
     def __init__(self, role: Role, on_restart: Callable[[], None]) -> None:
         self.role: Role = role
+        self._title = TITLES[role]
         self._on_restart = on_restart
         self._specs: Sequence[WorkerSpec] = ()
         self._ranks: list[WorkerProcess] = []
@@ -162,12 +168,12 @@ class WorkerGroup:
         if self._ready_ranks == len(self._ranks):
             self.base_model = base_model
             self.state, self.phase = GroupState.READY, "ready"
-            logger.info("%s ready model=%s", self.role, base_model.architecture)
+            logger.info("%s ready model=%s", self._title, base_model.architecture)
             self._settled.set()
 
     def _handle_load_failure(self, failure: Failure) -> None:
         if failure.traceback:
-            logger.error("%s failed:\n%s", self.role, failure.traceback)
+            logger.error("%s failed:\n%s", self._title, failure.traceback)
         # A group that had loaded is started anew when the process is gone, which comes next.
         if self.state is GroupState.LOADING:
             self._fail_for_good(failure.message)
@@ -177,7 +183,7 @@ class WorkerGroup:
         if self.base_model is None:
             self._failure = SettingsError(message)
         else:
-            self._failure = WorkerFailedError(f"the {self.role} can't be started anew: {message}")
+            self._failure = WorkerFailedError(f"the {self._title} can't be started anew: {message}")
             logger.error("%s", self._failure)
         self.state = GroupState.FAILED
         self._settled.set()
@@ -193,14 +199,14 @@ class WorkerGroup:
 
     def _to_error(self, failure: Failure) -> HostedTinkerError:
         if failure.traceback:
-            logger.error("%s operation failed:\n%s", self.role, failure.traceback)
+            logger.error("%s operation failed:\n%s", self._title, failure.traceback)
             return WorkerFailedError(failure.message)
         is_user = failure.category == "user"
         return UserError(failure.message) if is_user else WorkerFailedError(failure.message)
 
     def _handle_death(self, rank: int) -> None:
         """Fails what was in flight and starts the group anew, if it had loaded."""
-        died = WorkerDiedError(f"the {self.role} process (rank {rank}) died during the operation")
+        died = WorkerDiedError(f"the {self._title} process (rank {rank}) died during the operation")
         for reply in self._in_flight.values():
             if not reply.done():
                 reply.set_exception(died)
@@ -209,9 +215,9 @@ class WorkerGroup:
         if self.state is GroupState.FAILED:
             return
         if self.state is GroupState.LOADING:
-            self._fail_for_good(f"the {self.role} process ended while it loaded the model")
+            self._fail_for_good(f"the {self._title} process ended while it loaded the model")
             return
-        logger.warning("%s process died rank=%d; starting the group anew", self.role, rank)
+        logger.warning("%s process died rank=%d; starting the group anew", self._title, rank)
         self._on_restart()
         self.start(self._specs)
 

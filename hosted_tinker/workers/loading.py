@@ -5,9 +5,26 @@ Only what is chosen is imported: torch and transformers take seconds, and the fa
 
 from __future__ import annotations
 
-from hosted_tinker.sampling.engine import FinishSample, ReportToken, SamplingEngine
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from hosted_tinker.sampling.engine import SamplingEngine
 from hosted_tinker.training.backend import ReportProgress, TrainBackend
 from hosted_tinker.workers.messages import WorkerSpec
+from hosted_tinker.workers.sampling_lane import SamplingResults
+
+
+@dataclass(frozen=True, slots=True)
+class SharedModel:
+    """A backend and an engine on one base model.
+
+    Attributes:
+        finish_kernels: waits until the device has computed what it was given.
+    """
+
+    backend: TrainBackend
+    engine: SamplingEngine
+    finish_kernels: Callable[[], None]
 
 
 def load_backend(spec: WorkerSpec, report_progress: ReportProgress) -> TrainBackend:
@@ -26,10 +43,7 @@ def load_backend(spec: WorkerSpec, report_progress: ReportProgress) -> TrainBack
 
 
 def load_engine(
-    spec: WorkerSpec,
-    report_progress: ReportProgress,
-    finish: FinishSample,
-    report: ReportToken,
+    spec: WorkerSpec, report_progress: ReportProgress, results: SamplingResults
 ) -> SamplingEngine:
     """Loads the embedded engine of `spec.backend`; heavy imports happen here."""
     match spec.backend:
@@ -37,11 +51,50 @@ def load_engine(
             from hosted_tinker.sampling.transformers_engine import TransformersEngine
 
             return TransformersEngine.load(
-                spec.base_model, spec.backend_config, report_progress, finish, report
+                spec.base_model,
+                spec.backend_config,
+                report_progress,
+                results.finish,
+                results.report,
             )
         case "fake":
             from hosted_tinker.sampling.fake import FakeEngine
 
-            return FakeEngine(spec.backend_config, finish, report)
+            return FakeEngine(spec.backend_config, results.finish, results.report)
         case _:
             raise AssertionError(f"settings let backend {spec.backend!r} through")
+
+
+def load_shared(
+    spec: WorkerSpec,
+    report_progress: ReportProgress,
+    results: SamplingResults,
+    turn: Callable[[], None],
+) -> SharedModel:
+    """Loads both of the `pytorch` backend.
+
+    Args:
+        turn: called between the layers of a training pass; it may step the engine.
+    """
+    import torch
+
+    from hosted_tinker.modeling.base_model import load_base_model, restrict_visible_gpus
+    from hosted_tinker.modeling.lora import LoraModel
+    from hosted_tinker.modeling.turn_points import add_turn_points
+    from hosted_tinker.sampling.attention_check import prepare_base_model
+    from hosted_tinker.sampling.transformers_engine import TransformersEngine, load_tokenizer
+    from hosted_tinker.training.pytorch import PytorchBackend
+
+    config = spec.backend_config
+    restrict_visible_gpus(config, "sampler")
+    report_progress(f"loading {spec.base_model}")
+    base = load_base_model(spec.base_model, config, "sampler")
+    prepare_base_model(base, spec.base_model)
+    add_turn_points(base, turn)
+    lora = LoraModel(base.module)
+    backend = PytorchBackend(spec.base_model, base, lora, config, turn)
+    engine = TransformersEngine(
+        base, lora, load_tokenizer(spec.base_model), config, results.finish, results.report
+    )
+    on_gpu = base.input_device.type == "cuda"
+    return SharedModel(backend, engine, torch.cuda.synchronize if on_gpu else lambda: None)

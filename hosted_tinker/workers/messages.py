@@ -23,7 +23,8 @@ from hosted_tinker.types import (
 
 SamplerOperation = Sample | CancelSample | DescribeTokenizer | RenderChat
 WorkerOperation = TrainingOperation | SamplerOperation
-Role = Literal["trainer", "sampler"]
+Role = Literal["trainer", "sampler", "shared"]
+"""What a process does; `shared` does both on one base model."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,23 +15,23 @@ from hosted_tinker.workers.messages import FromWorker, Role, Stop, ToWorker, Wor
 
 COMMON_ENVIRONMENT = {
     "TOKENIZERS_PARALLELISM": "false",
-    # Trainer and sampler share the cores: threads of the one that waits must not spin on them.
-    "OMP_WAIT_POLICY": "PASSIVE",
     # GPU indices mean what nvidia-smi calls them.
     "CUDA_DEVICE_ORDER": "PCI_BUS_ID",
 }
+# Two processes share the cores: threads of the one that waits must not spin on them.
+BESIDE_ANOTHER = {**COMMON_ENVIRONMENT, "OMP_WAIT_POLICY": "PASSIVE"}
+KEEP_FREED_MEMORY = {
+    # glibc gives large blocks back to the system and takes page faults to have them again, which
+    # attention that gathers its keys does in every layer.
+    "MALLOC_MMAP_THRESHOLD_": "33554432",
+    "MALLOC_TRIM_THRESHOLD_": "4294967296",
+}
 ENVIRONMENTS: Mapping[Role, Mapping[str, str]] = {
-    "trainer": COMMON_ENVIRONMENT,
-    "sampler": {
-        **COMMON_ENVIRONMENT,
-        # A step is hundreds of short products, and threads that sleep between them wake late. Spinning
-        # for some microseconds is the middle: longer is faster alone, and slower beside a trainer.
-        "GOMP_SPINCOUNT": "3000",
-        # glibc gives large blocks back to the system and takes page faults to have them again, which
-        # attention that gathers its keys does in every layer.
-        "MALLOC_MMAP_THRESHOLD_": "33554432",
-        "MALLOC_TRIM_THRESHOLD_": "4294967296",
-    },
+    "trainer": BESIDE_ANOTHER,
+    # A step is hundreds of short products, and threads that sleep between them wake late. Spinning for
+    # some microseconds is the middle: longer is faster alone, and slower beside a trainer.
+    "sampler": {**BESIDE_ANOTHER, **KEEP_FREED_MEMORY, "GOMP_SPINCOUNT": "3000"},
+    "shared": {**COMMON_ENVIRONMENT, **KEEP_FREED_MEMORY, "GOMP_SPINCOUNT": "10000"},
 }
 """Defaults; what the operator has set stays."""
 

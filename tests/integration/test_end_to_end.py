@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import concurrent.futures
+import contextlib
+import json
 import os
 import signal
 from collections.abc import Iterator
@@ -40,9 +42,15 @@ def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def server(model_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningServer]:
-    flags = ["--base-model", str(model_dir), "--served-model-name", "org/tiny"]
-    with running_server(tmp_path_factory.mktemp("server"), *flags) as running:
+    with serve(model_dir, tmp_path_factory.mktemp("server")) as running:
         yield running
+
+
+def serve(
+    model_dir: Path, state_dir: Path, **config: object
+) -> contextlib.AbstractContextManager[RunningServer]:
+    flags = ["--base-model", str(model_dir), "--served-model-name", "org/tiny"]
+    return running_server(state_dir, *flags, "--backend-config", json.dumps(config))
 
 
 @pytest.fixture
@@ -257,6 +265,36 @@ def test_sampling_goes_on_while_training_does(client: tinker.ServiceClient) -> N
     assert len(training.result()) == 10
 
 
+@pytest.mark.parametrize("recompute", [False, True])
+def test_samples_come_in_the_midst_of_a_pass_and_change_nothing_of_it(
+    model_dir: Path, tmp_path: Path, recompute: bool
+) -> None:
+    """One process, one base model: the tokens of a sample that begins after a batch was sent are
+    there before the batch is."""
+    batch = DATA * 400
+    with serve(model_dir, tmp_path, gradient_checkpointing=recompute) as server:
+        assert len(list_children(server)) == 1
+        with server.client() as client, server.openai_client() as openai:
+            run = make_run(client)
+            sampler = run.save_weights_and_get_sampling_client().result()
+            undisturbed = run.forward_backward(batch, "cross_entropy").result()
+            norm = run.optim_step(ADAM).result().metrics
+            expected = sample_tokens(sampler, seed=2)
+
+            again = make_run(client)
+            passed = again.forward_backward(batch, "cross_entropy")
+            with concurrent.futures.ThreadPoolExecutor() as pool:
+                passing = pool.submit(passed.result)
+                stream = openai.completions.create(
+                    model="org/tiny", prompt="a", max_tokens=30, stream=True
+                )
+                early = sum(1 for _ in stream if not passing.done())
+                assert sample_tokens(sampler, seed=2) == expected
+            assert early > 1
+            assert passing.result().metrics == undisturbed.metrics
+            assert again.optim_step(ADAM).result().metrics == norm
+
+
 def test_saved_sampler_weights_load_into_peft_as_they_are(
     client: tinker.ServiceClient, server: RunningServer, model_dir: Path
 ) -> None:
@@ -292,22 +330,28 @@ def test_custom_loss_trains_like_the_builtin_one(client: tinker.ServiceClient) -
     assert margins[-1] > margins[0] + 1
 
 
-def test_killed_sampler_comes_back_and_its_requests_end_right(
-    client: tinker.ServiceClient, server: RunningServer
+@pytest.mark.parametrize("shared", [True, False])
+def test_killed_engine_comes_back_and_its_requests_end_right(
+    model_dir: Path, tmp_path: Path, shared: bool
 ) -> None:
-    run = make_run(client)
-    train(run, 3)
-    sampler = run.save_weights_and_get_sampling_client().result()
-    expected = sample_tokens(sampler, seed=4, max_tokens=400)
-    with concurrent.futures.ThreadPoolExecutor() as pool:
-        pending = [pool.submit(sample_tokens, sampler, 4, 400) for _ in range(3)]
-        os.kill(newest_child(server), signal.SIGKILL)
-        assert [future.result() for future in pending] == [expected] * 3
-    assert train(run, 1)
+    """A process of its own takes no run with it; the shared one does, and says so."""
+    with serve(model_dir, tmp_path, share_base_model=shared) as server, server.client() as client:
+        run = make_run(client)
+        train(run, 3)
+        sampler = run.save_weights_and_get_sampling_client().result()
+        expected = sample_tokens(sampler, seed=4, max_tokens=400)
+        with concurrent.futures.ThreadPoolExecutor() as pool:
+            pending = [pool.submit(sample_tokens, sampler, 4, 400) for _ in range(3)]
+            # The sampler is started after the trainer.
+            os.kill(max(list_children(server)), signal.SIGKILL)
+            assert [future.result() for future in pending] == [expected] * 3
+        if shared:
+            with pytest.raises(tinker.RequestFailedError, match="unsaved state is lost"):
+                train(run, 1)
+            run = make_run(client)
+        assert train(run, 1)
 
 
-def newest_child(server: RunningServer) -> int:
-    """The sampler: it is started after the trainer."""
+def list_children(server: RunningServer) -> list[int]:
     pid = server.process.pid
-    children = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
-    return max(map(int, children))
+    return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]

@@ -228,7 +228,7 @@ def test_a_stream_whose_engine_dies_ends_with_an_error(
     )
     next(stream)
     os.kill(newest_child(server), signal.SIGKILL)
-    with pytest.raises(openai.APIError, match=r"sampler process .* died"):
+    with pytest.raises(openai.APIError, match=r"training and sampling process .* died"):
         list(stream)
     again = client.completions.create(model=MODEL, prompt="a", max_tokens=2, timeout=120)
     assert again.usage is not None

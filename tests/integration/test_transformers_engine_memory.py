@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import shutil
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 from hosted_tinker.modeling.adapter_files import load_adapter_weights, save_adapter
+from hosted_tinker.sampling import transformers_engine
 from hosted_tinker.types import LoraConfig
 from hosted_tinker.workers.messages import Failure
 from tests.integration.tiny_engine import PROMPT, Harness, save_model
@@ -134,3 +136,52 @@ def test_stop_strings_without_a_tokenizer_fail_their_request(
     assert isinstance(failure, Failure)
     assert "tokenizer" in failure.message
     assert len(harness.sample(PROMPT, max_tokens=2, stop=()).sequences[0].tokens) == 2
+
+
+def test_a_step_that_fails_takes_its_requests_with_it_and_no_more(
+    model_dir: Path, roomy: Harness, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    harness = Harness(model_dir, max_sampling_sequences=2)
+    for name in ("running", "also running", "waiting"):
+        harness.add(name, PROMPT, max_tokens=20, seed=1)
+    harness.engine.step()
+    harness.engine.step()
+
+    def fail(*_: object) -> None:
+        raise RuntimeError("broken kernel")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(harness.engine._passes, "run", fail)
+        harness.engine.step()
+    assert not harness.engine.has_work
+    failures = {
+        name: (result.message, result.category)
+        for name, result in harness.results.items()
+        if isinstance(result, Failure)
+    }
+    wanted = ("RuntimeError: broken kernel", "server")
+    assert failures == dict.fromkeys(("running", "also running", "waiting"), wanted)
+    again = harness.sample(PROMPT, max_tokens=20, seed=1)
+    expected = roomy.sample(PROMPT, max_tokens=20, seed=1)
+    assert again.sequences[0].tokens.tolist() == expected.sequences[0].tokens.tolist()
+
+
+def test_choosing_tokens_without_memory_for_all_is_done_in_parts(
+    model_dir: Path, roomy: Harness, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    harness = Harness(model_dir)
+    choose = transformers_engine.choose_tokens
+
+    def choose_few(logits_BV: torch.Tensor, *arguments: Any) -> Any:
+        if len(logits_BV) > 2:
+            raise torch.OutOfMemoryError
+        return choose(logits_BV, *arguments)
+
+    monkeypatch.setattr(transformers_engine, "choose_tokens", choose_few)
+    harness.add("many", PROMPT, num_samples=7, max_tokens=12, seed=4, topk_sample_logprobs=3)
+    harness.drain()
+    expected = roomy.sample(PROMPT, num_samples=7, max_tokens=12, seed=4, topk_sample_logprobs=3)
+    for one, other in zip(harness.output("many").sequences, expected.sequences, strict=True):
+        assert one.tokens.tolist() == other.tokens.tolist()
+        assert one.topk_logprobs is not None
+        assert one.topk_logprobs.token_ids.shape == (len(one.tokens), 3)

@@ -14,6 +14,7 @@ from hosted_tinker.replicas.gpus import (
     measure_weights,
     parse_gpus,
     place_on_gpus,
+    shares_device,
     split_gpus,
 )
 
@@ -110,3 +111,41 @@ def test_weights_are_measured_where_the_model_is(
     (model_dir / "refs" / "main").write_text("new")
     assert measure_weights("org/model") == 500
     assert measure_weights(str(model_dir / "snapshots" / "old")) == 7
+
+
+@pytest.mark.parametrize(
+    ("num_gpus", "config", "fields", "shared"),
+    [
+        (0, {}, {}, True),
+        (1, {}, {}, True),
+        (8, {}, {}, False),
+        (8, {"train_gpus": "3"}, {}, True),
+        (8, {"train_gpus": "3", "sampler_gpu": 3}, {}, True),
+        (8, {"train_gpus": "3", "sampler_gpu": 4}, {}, False),
+        (8, {"device_map": "single"}, {}, True),
+        (1, {"share_base_model": False}, {}, False),
+        (1, {"attn_implementation": "eager"}, {}, False),
+        (0, {}, {"vllm_gpus": "cpu"}, False),
+        (0, {}, {"vllm_gpus": "cpu", "embedded_fallback": True}, True),
+        (2, {}, {"vllm_gpus": "1", "embedded_fallback": True}, True),
+    ],
+)
+def test_one_device_is_shared(
+    num_gpus: int, config: dict[str, Any], fields: dict[str, Any], shared: bool
+) -> None:
+    assert shares_device(settings(config, **fields), GPUS[:num_gpus]) == shared
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        ({}, r"training takes the GPUs \[0, 1, 2, 3, 4, 5, 6, 7\]"),
+        ({"train_gpus": "1", "sampler_gpu": 0}, "sampler_gpu is 0 and training takes GPU 1"),
+        ({"attn_implementation": "sdpa"}, "attn_implementation is 'sdpa'"),
+    ],
+)
+def test_sharing_that_is_asked_for_and_impossible_is_refused(
+    config: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(SettingsError, match=message):
+        shares_device(settings({"share_base_model": True, **config}), GPUS)
