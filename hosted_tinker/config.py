@@ -92,6 +92,14 @@ class PytorchConfig(BaseModel):
             "sequences that are padded."
         ),
     ] = "auto"
+    batch_invariant: Annotated[
+        bool,
+        Field(
+            description="Numbers of a datum, and of a sample, do not depend on what else is computed, "
+            "bit for bit: training passes hold one sequence each, passes of the embedded engine have "
+            "a few fixed shapes. Off: they depend on it within rounding."
+        ),
+    ] = False
     micro_batch_tokens: Annotated[
         int | None,
         Field(

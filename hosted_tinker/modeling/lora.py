@@ -61,15 +61,23 @@ class Routing:
 
     def __init__(self) -> None:
         self.segments: Sequence[Segment] | None = None
+        self.tile: int | None = None
 
     @contextmanager
-    def during(self, segments: Sequence[Segment]) -> Generator[None]:
-        """For one pass. What was set before may be another pass's that is still to go on."""
-        before, self.segments = self.segments, segments
+    def during(self, segments: Sequence[Segment], tile: int | None = None) -> Generator[None]:
+        """For one pass without gradients. What was set before may be another pass's that is still to
+        go on.
+
+        Args:
+            tile: rows of each low-rank product, so that none depends on how many positions there are.
+                They must divide the pass's.
+        """
+        before = self.segments, self.tile
+        self.segments, self.tile = segments, tile
         try:
             yield
         finally:
-            self.segments = before
+            self.segments, self.tile = before
 
     def use_one(self, adapter: str | None) -> None:
         """Gives all positions to one adapter, or to the base model."""
@@ -124,6 +132,9 @@ class LoraLinear(nn.Module):
             out_PD = cast(
                 Tensor, AdaptedLinear.apply(x_PD, weight, bias, slices, scales, *parameters)
             )
+        elif self.routing.tile is not None:
+            tile = self.routing.tile
+            out_PD = multiply_in_tiles(x_PD, weight, bias, slices, scales, parameters, tile)
         else:
             out_PD, _ = multiply_adapted(x_PD, weight, bias, slices, scales, parameters)
         return out_PD.view(*x.shape[:-1], out_PD.shape[-1])
@@ -150,6 +161,25 @@ def multiply_adapted(
         add_product(out_PD[where], down_SR, B.T, scale)
         downs.append(down_SR)
     return out_PD, downs
+
+
+def multiply_in_tiles(
+    x_PD: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    slices: Sequence[slice],
+    scales: Sequence[float],
+    parameters: Sequence[Tensor],
+    tile: int,
+) -> Tensor:
+    """The output of `multiply_adapted`, by low-rank products of `tile` rows: all rows are multiplied
+    with every adapter, and those are added that are its own."""
+    out_PD = multiply(x_PD, weight, bias)
+    pairs = zip(parameters[::2], parameters[1::2], strict=True)
+    for where, scale, (A, B) in zip(slices, scales, pairs, strict=True):
+        products = [(part.to(A.dtype) @ A.T) @ B.T for part in x_PD.split(tile)]
+        out_PD[where] += torch.cat(products)[where].mul_(scale).to(out_PD.dtype)
+    return out_PD
 
 
 class AdaptedLinear(torch.autograd.Function):

@@ -8,7 +8,8 @@ Where torch's FlashAttention takes pages (`PagedSpans`), one kernel does all. El
 time; on CPUs that is faster than one call for each sequence on memory as it lies. What several
 sequences have in common, as samples have their prompt, is gathered once and multiplied with all of
 their queries. What a query got from its parts is joined by the sums of its softmaxes (as
-FlashDecoding does: https://pytorch.org/blog/flash-decoding).
+FlashDecoding does: https://pytorch.org/blog/flash-decoding). Where results must not depend on what
+shares the pass, `TiledSpans` gathers for each sequence alone.
 
 Shape letters: P positions of a pass, H query heads, G key and value heads, E head size, B sequences
 of a batch, M queries that see the same keys, T keys that a query sees, X queries of all parts.
@@ -25,6 +26,7 @@ import numpy as np
 import torch
 from torch import Tensor
 from torch.nn.attention.varlen import varlen_attn
+from torch.nn.functional import pad
 
 from hosted_tinker.modeling.packed_attention import can_use_varlen
 from hosted_tinker.sampling.kv_cache import KvCache, StoredSequence
@@ -33,14 +35,25 @@ MIN_SHARED = 512
 """Keys that sharing must save in each layer; below, one more call and the join cost more."""
 MIN_FILL = 0.75
 """How much of a batch's padded keys must be real. Batches with less are cut."""
+QUERY_TILE = 16
+"""Queries that are computed together where results must not depend on what else is."""
 
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """`count` positions of a sequence, from its `stored.length` on."""
+    """`count` positions of a sequence, `offset` after those that it has."""
 
     stored: StoredSequence
     count: int
+    offset: int = 0
+
+    @property
+    def start(self) -> int:
+        return self.stored.length + self.offset
+
+    @property
+    def stop(self) -> int:
+        return self.start + self.count
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,24 +65,30 @@ class Piece:
     length: int
 
 
-def lay_out(cache: KvCache, spans: Sequence[Span]) -> SpanLayout:
-    """How the spans of a pass attend, in their order. Room for them must be reserved."""
-    slots = [
-        cache.find_slots(one.stored, one.stored.length, one.stored.length + one.count)
-        for one in spans
-    ]
-    return SpanLayout(cache, torch.from_numpy(np.concatenate(slots)), spans)
+def lay_out(cache: KvCache, spans: Sequence[Span], *, invariant: bool = False) -> SpanLayout:
+    """How the spans of a pass attend, in their order. Room for them must be reserved.
+
+    Args:
+        invariant: what a position gets depends on its sequence only, bit for bit. There may be more
+            positions than those of the spans; they get zeros.
+    """
+    slots = [cache.find_slots(one.stored, one.start, one.stop) for one in spans]
+    return SpanLayout(cache, torch.from_numpy(np.concatenate(slots)), spans, invariant)
 
 
 class SpanLayout:
     """Writes new keys and values where they belong, and attends. Plans each way of it once."""
 
-    def __init__(self, cache: KvCache, slots_P: Tensor, spans: Sequence[Span]) -> None:
+    def __init__(
+        self, cache: KvCache, slots_P: Tensor, spans: Sequence[Span], invariant: bool
+    ) -> None:
         self._cache = cache
         self._slots_P = slots_P
         self._spans = spans
+        self._invariant = invariant
         self._paged: PagedSpans | None = None
         self._gathered: GatheredSpans | None = None
+        self._tiled: TiledSpans | None = None
 
     def attend(
         self,
@@ -81,27 +100,37 @@ class SpanLayout:
         window: int | None,
     ) -> Tensor:
         """Implements `AttentionLayout`."""
-        if window is not None and window < max(s.stored.length + s.count for s in self._spans):
+        if window is not None and window < max(span.stop for span in self._spans):
             raise NotImplementedError("attention with a window over pages")
+        count, padding = len(self._slots_P), query_HPE.shape[1] - len(self._slots_P)
+        query_HPE, key_GPE, value_GPE = (x[:, :count] for x in (query_HPE, key_GPE, value_GPE))
         keys, values = self._cache.keys[layer], self._cache.values[layer]
         slots_P = self._slots_P.to(keys.device)
         keys.index_copy_(0, slots_P, key_GPE.transpose(0, 1))
         values.index_copy_(0, slots_P, value_GPE.transpose(0, 1))
         scale = query_HPE.shape[-1] ** -0.5 if scaling is None else scaling
+        page_size = self._cache.page_size
         if can_use_varlen(query_HPE):
-            self._paged = self._paged or PagedSpans(self._spans, self._cache.page_size)
-            return self._paged.attend(query_HPE, keys, values, scale)
-        if self._gathered is None:
-            self._gathered = GatheredSpans(self._spans, self._cache.page_size)
-        return self._gathered.attend(query_HPE, key_GPE, value_GPE, (keys, values), scale)
+            self._paged = self._paged or PagedSpans(self._spans, page_size, self._invariant)
+            out_PHE = self._paged.attend(query_HPE, keys, values, scale)
+        elif self._invariant:
+            self._tiled = self._tiled or TiledSpans(self._spans, page_size)
+            out_PHE = self._tiled.attend(query_HPE, keys, values, scale)
+        else:
+            self._gathered = self._gathered or GatheredSpans(self._spans, page_size)
+            out_PHE = self._gathered.attend(query_HPE, key_GPE, value_GPE, (keys, values), scale)
+        return pad(out_PHE, (0, 0, 0, 0, 0, padding)) if padding else out_PHE
 
 
 class PagedSpans:
     """Through torch's FlashAttention with a table of pages."""
 
-    def __init__(self, spans: Sequence[Span], page_size: int) -> None:
+    def __init__(self, spans: Sequence[Span], page_size: int, invariant: bool) -> None:
+        """`invariant` forbids to split a sequence's keys, which depends on how many sequences there
+        are."""
+        self._num_splits = 1 if invariant else None
         self._page_size = page_size
-        self._lengths = [span.stored.length + span.count for span in spans]
+        self._lengths = [span.stop for span in spans]
         self._counts = [span.count for span in spans]
         self._pages = [span.stored.pages for span in spans]
         self._on_device: tuple[Tensor, Tensor, Tensor] | None = None
@@ -125,6 +154,7 @@ class PagedSpans:
             enable_gqa=query_HPE.shape[0] != keys.shape[1],
             seqused_k=lengths,
             block_table=table,
+            num_splits=self._num_splits,
         )
         assert isinstance(out_PHE, Tensor)
         return out_PHE
@@ -151,7 +181,7 @@ class GatheredSpans:
         self._chunks: list[slice] = []
         for span, (start, stop) in zip(spans, pairwise(bounds), strict=True):
             # A decoding position is among its own keys; a chunk sees itself apart, causally.
-            visible = span.stored.length + (1 if span.count == 1 else 0)
+            visible = span.start + (1 if span.count == 1 else 0)
             for pages, length in cut_pages(span.stored.pages, visible, page_size, holders):
                 piece = pieces.setdefault(pages, Piece([], pages, length))
                 piece.rows.extend(range(start, stop))
@@ -278,6 +308,109 @@ class Batch:
         )
         lse = lse.unflatten(2, (-1, heads // groups)).transpose(1, 2).reshape(-1, heads)
         return out, lse
+
+
+class TiledSpans:
+    """Through calls whose shape depends on where a position is in its sequence, and on nothing else.
+
+    A sequence's queries are cut at multiples of `QUERY_TILE`, whichever of a tile's a pass has, and
+    see keys up to a length that the tile's place alone decides.
+    """
+
+    def __init__(self, spans: Sequence[Span], page_size: int) -> None:
+        self._num_positions = sum(span.count for span in spans)
+        tiles: dict[int, list[Tile]] = {}
+        row = 0
+        for span in spans:
+            for first in range(span.start - span.start % QUERY_TILE, span.stop, QUERY_TILE):
+                start, stop = max(span.start, first), min(span.stop, first + QUERY_TILE)
+                tile = Tile(span.stored.pages, first, start, row + start - span.start, stop - start)
+                tiles.setdefault(round_keys(first + QUERY_TILE), []).append(tile)
+            row += span.count
+        self._batches = [TileBatch(batch, keys, page_size) for keys, batch in tiles.items()]
+
+    def attend(self, query_HPE: Tensor, keys: Tensor, values: Tensor, scale: float) -> Tensor:
+        """Returns [P, H, E]."""
+        out_PHE = query_HPE.new_empty(self._num_positions, query_HPE.shape[0], values.shape[-1])
+        for batch in self._batches:
+            batch.attend(query_HPE, keys, values, scale, out_PHE)
+        return out_PHE
+
+
+@dataclass(frozen=True, slots=True)
+class Tile:
+    """Queries at the positions `start` to `start + count` of a sequence, which are rows of the pass
+    from `row` on. The tile begins at position `first`."""
+
+    pages: Sequence[int]
+    first: int
+    start: int
+    row: int
+    count: int
+
+
+class TileBatch:
+    """Tiles that see the same number of keys."""
+
+    def __init__(self, tiles: Sequence[Tile], num_keys: int, page_size: int) -> None:
+        self._size = len(tiles)
+        slots = np.zeros((len(tiles), num_keys), np.int64)
+        for number, tile in enumerate(tiles):
+            # Beyond what is there, keys are those of the page that stays empty.
+            position_T = np.arange(min(tile.start + tile.count, num_keys))
+            pages = np.array(tile.pages, np.int64)
+            slots[number, : len(position_T)] = (
+                pages[position_T // page_size] * page_size + position_T % page_size
+            )
+        first_B = np.array([tile.first for tile in tiles])
+        query_BM = first_B[:, None] + np.arange(QUERY_TILE)
+        is_hidden_BMT = np.arange(num_keys) > query_BM[:, :, None]
+        self._slots = torch.from_numpy(slots.reshape(-1))
+        self._is_hidden_BMT = torch.from_numpy(is_hidden_BMT)
+        places = [
+            (number * QUERY_TILE + tile.start - tile.first + index, tile.row + index)
+            for number, tile in enumerate(tiles)
+            for index in range(tile.count)
+        ]
+        self._place_P, self._row_P = torch.tensor(places).unbind(1)
+
+    def attend(
+        self, query_HPE: Tensor, keys: Tensor, values: Tensor, scale: float, out_PHE: Tensor
+    ) -> None:
+        """Writes its rows of `out_PHE`."""
+        heads, _, size = query_HPE.shape
+        groups, device = keys.shape[1], keys.device
+        slots, place_P, row_P = (x.to(device) for x in (self._slots, self._place_P, self._row_P))
+        key, value = (
+            buffer.index_select(0, slots).unflatten(0, (self._size, -1)).transpose(1, 2)
+            for buffer in (keys, values)
+        )
+        query = query_HPE.new_zeros(self._size * QUERY_TILE, heads, size)
+        query[place_P] = query_HPE.transpose(0, 1)[row_P]
+        # [B, M, G, H / G, E] to [B, G, H / G * M, E]
+        query = query.view(self._size, QUERY_TILE, groups, heads // groups, size)
+        query = query.permute(0, 2, 3, 1, 4).flatten(2, 3)
+        mask = torch.zeros(self._is_hidden_BMT.shape, dtype=query.dtype, device=device)
+        mask = mask.masked_fill_(self._is_hidden_BMT.to(device), float("-inf"))
+        mask = mask.repeat(1, heads // groups, 1)[:, None]
+        parts = [
+            attend(query[part], key[part], value[part], scale, mask=mask[part])[0]
+            for part in self._parts(device)
+        ]
+        out = torch.cat(parts).unflatten(2, (-1, QUERY_TILE)).permute(0, 3, 1, 2, 4)
+        out_PHE[row_P] = out.flatten(2, 3).flatten(0, 1)[place_P]
+
+    def _parts(self, device: torch.device) -> list[slice]:
+        """All together on the CPU, whose kernel works on each alone; else one after another."""
+        if device.type == "cpu":
+            return [slice(None)]
+        return [slice(index, index + 1) for index in range(self._size)]
+
+
+def round_keys(count: int) -> int:
+    """Few different numbers of keys, so that many tiles have the same."""
+    step = 64 if count <= 512 else 256
+    return -(-count // step) * step
 
 
 def attend_causally(

@@ -56,29 +56,40 @@ class PagedPasses:
         self._head_routing = head_routing
         self._cache = cache
 
-    def run(self, parts: Sequence[Part]) -> Tensor:
+    def run(
+        self, parts: Sequence[Part], num_rows: int | None = None, tile: int | None = None
+    ) -> Tensor:
         """Last hidden states [P, D], by part. Parts of one adapter should stand together.
 
         Keys and values are written; the caller counts them with `KvCache.advance`.
+
+        Args:
+            num_rows: pads the pass to so many, and has attention and, by `tile` rows, low-rank products
+                computed so that they do not depend on what shares the pass. Returns the pads too.
         """
-        starts = [part.span.stored.length for part in parts]
+        starts = [part.span.start for part in parts]
         counts = [part.span.count for part in parts]
         position_P = np.concatenate(
             [np.arange(start, start + count) for start, count in zip(starts, counts, strict=True)]
         )
         tokens_P = np.concatenate([part.tokens for part in parts])
+        if num_rows is not None:
+            padding = (0, num_rows - len(tokens_P))
+            position_P, tokens_P = np.pad(position_P, padding), np.pad(tokens_P, padding)
         device = self._base.input_device
-        with self._routing.during(route([part.adapter for part in parts], counts)):
+        with self._routing.during(route([part.adapter for part in parts], counts), tile):
             return run_with_layout(
                 self._base,
                 torch.from_numpy(tokens_P).to(device),
                 torch.from_numpy(position_P).to(device),
-                lay_out(self._cache, [part.span for part in parts]),
+                lay_out(self._cache, [part.span for part in parts], invariant=num_rows is not None),
             )
 
-    def compute_logits(self, hidden_RD: Tensor, adapters: Sequence[str | None]) -> Tensor:
-        """Float32 [R, V]. `adapters` are those of the rows."""
-        with self._head_routing.during(route(adapters, [1] * len(adapters))):
+    def compute_logits(
+        self, hidden_RD: Tensor, adapters: Sequence[str | None], tile: int | None = None
+    ) -> Tensor:
+        """Float32 [R, V]. `adapters` are those of the rows, as far as these are wanted."""
+        with self._head_routing.during(route(adapters, [1] * len(adapters)), tile):
             return self._base.compute_logits(hidden_RD)
 
 

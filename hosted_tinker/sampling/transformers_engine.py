@@ -25,14 +25,15 @@ from torch import Tensor
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from hosted_tinker.config import PytorchConfig
-from hosted_tinker.errors import HostedTinkerError
+from hosted_tinker.errors import HostedTinkerError, SettingsError
 from hosted_tinker.modeling.base_model import BaseModel, load_base_model, restrict_visible_gpus
 from hosted_tinker.modeling.lora import LoraModel
 from hosted_tinker.sampling.adapters import AdapterCache
 from hosted_tinker.sampling.attention_check import prepare_base_model
 from hosted_tinker.sampling.chat_text import describe_tokenizer, render_chat
 from hosted_tinker.sampling.engine import FinishSample, ReportToken
-from hosted_tinker.sampling.kv_cache import StoredSequence
+from hosted_tinker.sampling.invariant_passes import InvariantPasses, make_invariant
+from hosted_tinker.sampling.kv_cache import KvCache, StoredSequence
 from hosted_tinker.sampling.paged_attention import Span
 from hosted_tinker.sampling.paged_passes import PagedPasses, Part, allocate_cache, measure_layers
 from hosted_tinker.sampling.prompt_scoring import score_prompt, scores_prompt
@@ -90,7 +91,7 @@ class TransformersEngine:
         self._finish = finish
         self._report = report
         self._cache = allocate_cache(base, measure_layers(base), config)
-        self._passes = PagedPasses(base, lora.routing, lora.head_routing, self._cache)
+        self._passes = make_passes(base, lora, self._cache, config)
         self._adapters = AdapterCache(lora, config.max_sampling_adapters)
         self._num_requests = 0
         self._waiting: deque[PendingSample] = deque()
@@ -431,9 +432,9 @@ class TransformersEngine:
 
     def _advance(self, ready: Sequence[tuple[RunningSequence, Tensor]]) -> None:
         """Gives each sequence its next token, and ends those that stop with it."""
-        self._choose(
-            [(sequence, logits_V, sequence.uniforms.draw()) for sequence, logits_V in ready]
-        )
+        rows = [(sequence, logits_V, sequence.uniforms.draw()) for sequence, logits_V in ready]
+        for batch in [[row] for row in rows] if self._config.batch_invariant else [rows]:
+            self._choose(batch)
 
     def _choose(self, rows: Sequence[tuple[RunningSequence, Tensor, float]]) -> None:
         """All at once, or in halves for which the memory suffices."""
@@ -508,6 +509,20 @@ class TransformersEngine:
             self._running.remove(sequence)
             self._cache.close(sequence.stored)
         self._finish(request.sample.request_id, failure)
+
+
+def make_passes(
+    base: BaseModel, lora: LoraModel, cache: KvCache, config: PytorchConfig
+) -> PagedPasses | InvariantPasses:
+    """Raises SettingsError if batch invariance is asked for, and can't be."""
+    passes = PagedPasses(base, lora.routing, lora.head_routing, cache)
+    if not config.batch_invariant:
+        return passes
+    if lora.has_fused_experts:
+        raise SettingsError(
+            "batch_invariant is true, but experts compute as many rows as are routed to them"
+        )
+    return make_invariant(base, passes, cache)
 
 
 def group_by_adapter(work: Iterable[tuple[Owner, int]]) -> list[tuple[Owner, int]]:

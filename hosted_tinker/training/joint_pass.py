@@ -64,12 +64,16 @@ class JointPass:
         lora: LoraModel,
         *,
         logits_chunk_tokens: int,
+        one_by_one: bool,
         turn: TurnPoint,
     ) -> None:
+        """`one_by_one` gives each sequence a pass, in the order of the data, so that its numbers do not
+        depend on what shares the pass."""
         self._base = base
         self._decoder = decoder
         self._lora = lora
         self._logits_chunk_tokens = logits_chunk_tokens
+        self._one_by_one = one_by_one
         self._turn = turn
 
     def run(
@@ -97,7 +101,10 @@ class JointPass:
             for index in range(len(operation.data))
         ]
         lengths = [len(operations[request].data[index].tokens) for request, index in members]
-        plan = plan_micro_batches(lengths, max_tokens, padded=not self._decoder.packs)
+        if self._one_by_one:
+            plan = [[index] for index in range(len(members))]
+        else:
+            plan = plan_micro_batches(lengths, max_tokens, padded=not self._decoder.packs)
         for group in plan:
             batch = collate([one.data for one in operations], [members[i] for i in group])
             with torch.set_grad_enabled(wants_gradient):

@@ -94,7 +94,12 @@ class PytorchBackend:
         on_gpu = base.input_device.type == "cuda"
         decoder = DecoderPass(base, lora.routing, pack=config.attn_implementation == "auto")
         self._passes = JointPass(
-            base, decoder, lora, logits_chunk_tokens=config.logits_chunk_tokens, turn=turn
+            base,
+            decoder,
+            lora,
+            logits_chunk_tokens=config.logits_chunk_tokens,
+            one_by_one=config.batch_invariant,
+            turn=turn,
         )
         default = MICRO_BATCH_TOKENS_ON_GPU if on_gpu else MICRO_BATCH_TOKENS_ON_CPU
         self._max_tokens = config.micro_batch_tokens or default
@@ -132,15 +137,19 @@ class PytorchBackend:
     def forward_backward(
         self, operations: Sequence[ForwardBackward]
     ) -> list[ForwardBackwardOutput | HostedTinkerError]:
-        """Runs them together. If that fails, each runs alone, so that one fails for itself only."""
+        """Runs them together. If that fails, each runs alone, so that one fails for itself only.
+
+        In batch-invariant mode each runs alone in any case: a gradient is summed in one order then.
+        """
         results: dict[int, ForwardBackwardOutput | HostedTinkerError] = {}
         known = [i for i, one in enumerate(operations) if one.model_id in self._runs]
         for forward_only in (False, True):
             together = [i for i in known if operations[i].forward_only == forward_only]
             if not together:
                 continue
-            outputs = self._try_together([operations[i] for i in together])
-            results |= dict(zip(together, outputs, strict=True))
+            for group in [[i] for i in together] if self._config.batch_invariant else [together]:
+                outputs = self._try_together([operations[i] for i in group])
+                results |= dict(zip(group, outputs, strict=True))
         return [
             results[i] if i in results else NotFoundError(f"no run {one.model_id!r} is loaded")
             for i, one in enumerate(operations)
