@@ -117,10 +117,10 @@ class PytorchConfig(BaseModel):
         ),
     ] = 1024
     gradient_checkpointing: Annotated[
-        bool | None,
+        bool | Annotated[int, Field(ge=1)] | None,
         Field(
-            description="Recompute each layer in the backward pass, for less memory. Unset: on a "
-            "GPU only."
+            description="Recompute layers in the backward pass, for less memory: true for each layer, "
+            "a number n for every n-th. Unset: each on a GPU, none on the CPU."
         ),
     ] = None
     vllm_sync_url: Annotated[

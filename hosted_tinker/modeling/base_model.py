@@ -82,6 +82,8 @@ def load_base_model(
     Raises:
         SettingsError: the model can't be found, read or served.
     """
+    if config.batch_invariant and torch.cuda.is_available():
+        use_deterministic_kernels()
     if Path(base_model).is_dir() or not looks_like_path(base_model):
         model_config = read_model_config(base_model)
     else:
@@ -109,6 +111,13 @@ def load_base_model(
     )
     check_parts_make_the_model(base, base_model)
     return base
+
+
+def use_deterministic_kernels() -> None:
+    """On CUDA, those that add in one order. Must run before cuBLAS is first used."""
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    torch.utils.deterministic.fill_uninitialized_memory = False
 
 
 def read_model_config(base_model: str) -> PretrainedConfig:

@@ -16,7 +16,6 @@ from hosted_tinker.modeling.base_model import BaseModel
 from hosted_tinker.modeling.lora import Routing
 from hosted_tinker.modeling.packed_attention import PACKED
 from hosted_tinker.sampling.kv_cache import KvCache
-from hosted_tinker.sampling.paged_attention import Span
 from hosted_tinker.sampling.paged_passes import (
     PAGE_SIZE_ON_CPU,
     PAGE_SIZE_ON_GPU,
@@ -24,6 +23,7 @@ from hosted_tinker.sampling.paged_passes import (
     Part,
     measure_layers,
 )
+from hosted_tinker.sampling.spans import Span
 from hosted_tinker.types import Int64Array
 
 

@@ -3,7 +3,7 @@
 Kernels for products of other sizes may add in another order. So all passes have one of a few numbers
 of rows, filled up with padding, and at load a check finds out which of these sizes give a row the same
 bits, wherever it stands. What depends on the number of sequences or of adapters has a fixed shape of
-its own (`paged_attention.TiledSpans`, `lora.multiply_in_tiles`). The idea is He and Thinking Machines'
+its own (`tiled_attention`, `lora.multiply_in_tiles`). The idea is He and Thinking Machines'
 (2025, "Defeating Nondeterminism in LLM Inference"), whose kernels have fixed tiles instead.
 
 Shape letters: P positions of a pass, R rows of logits, D hidden size, V vocabulary.
@@ -22,8 +22,8 @@ from torch import Tensor
 from hosted_tinker.errors import SettingsError
 from hosted_tinker.modeling.base_model import BaseModel
 from hosted_tinker.sampling.kv_cache import KvCache
-from hosted_tinker.sampling.paged_attention import Span
 from hosted_tinker.sampling.paged_passes import PagedPasses, Part
+from hosted_tinker.sampling.spans import Span
 from hosted_tinker.types import Int64Array
 
 logger = logging.getLogger(__name__)

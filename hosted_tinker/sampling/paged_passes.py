@@ -21,7 +21,8 @@ from hosted_tinker.modeling.lora import Routing, Segment, make_segments
 from hosted_tinker.modeling.packed_attention import PackedSequences
 from hosted_tinker.sampling.adapters import find_key
 from hosted_tinker.sampling.kv_cache import KvCache, LayerShape
-from hosted_tinker.sampling.paged_attention import Span, lay_out
+from hosted_tinker.sampling.paged_attention import lay_out
+from hosted_tinker.sampling.spans import Span
 from hosted_tinker.types import Int64Array
 
 logger = logging.getLogger(__name__)

@@ -34,7 +34,6 @@ from hosted_tinker.sampling.chat_text import describe_tokenizer, render_chat
 from hosted_tinker.sampling.engine import FinishSample, ReportToken
 from hosted_tinker.sampling.invariant_passes import InvariantPasses, make_invariant
 from hosted_tinker.sampling.kv_cache import KvCache, StoredSequence
-from hosted_tinker.sampling.paged_attention import Span
 from hosted_tinker.sampling.paged_passes import PagedPasses, Part, allocate_cache, measure_layers
 from hosted_tinker.sampling.prompt_scoring import score_prompt, scores_prompt
 from hosted_tinker.sampling.sequences import (
@@ -46,6 +45,7 @@ from hosted_tinker.sampling.sequences import (
     StopReason,
     open_request,
 )
+from hosted_tinker.sampling.spans import Span
 from hosted_tinker.sampling.step_plan import plan_step
 from hosted_tinker.sampling.stopping import Decode, StopWatch, watch_for_stop
 from hosted_tinker.sampling.token_choice import (

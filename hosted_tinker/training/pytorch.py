@@ -18,15 +18,12 @@ import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
-from transformers import PreTrainedModel
-from transformers.modeling_layers import GradientCheckpointingLayer
 
 from hosted_tinker.adapter_layout import OPTIMIZER_FILE, read_lora_config
 from hosted_tinker.config import PytorchConfig
 from hosted_tinker.errors import (
     HostedTinkerError,
     NotFoundError,
-    SettingsError,
     UserError,
     WorkerFailedError,
 )
@@ -37,6 +34,7 @@ from hosted_tinker.modeling.adapter_files import (
 from hosted_tinker.modeling.base_model import BaseModel, load_base_model, restrict_visible_gpus
 from hosted_tinker.modeling.decoder_pass import DecoderPass
 from hosted_tinker.modeling.lora import LoraModel, clone_to_cpu
+from hosted_tinker.modeling.recomputation import enable_gradient_checkpointing
 from hosted_tinker.modeling.turn_points import TurnPoint, never_turn
 from hosted_tinker.training.backend import ReportProgress
 from hosted_tinker.training.joint_pass import JointPass
@@ -105,8 +103,9 @@ class PytorchBackend:
         self._max_tokens = config.micro_batch_tokens or default
         self._runs: dict[str, Run] = {}
         self._snapshots: dict[str, Snapshot] = {}
-        if on_gpu if config.gradient_checkpointing is None else config.gradient_checkpointing:
-            enable_gradient_checkpointing(base.module)
+        every = on_gpu if config.gradient_checkpointing is None else config.gradient_checkpointing
+        if every:
+            enable_gradient_checkpointing(base, int(every))
 
     @classmethod
     def load(cls, base_model: str, config: PytorchConfig, report_progress: ReportProgress) -> Self:
@@ -270,21 +269,6 @@ class PytorchBackend:
                     f"{self._base_model!r} needs {list(wanted[key])}"
                 )
         return wanted
-
-
-def enable_gradient_checkpointing(module: PreTrainedModel) -> None:
-    """Layers recompute their activations in the backward pass.
-
-    They do so in training mode only. It is set on the layers and not on what is inside them, where
-    it would switch on dropout and the routers' jitter of some mixtures of experts.
-    """
-    try:
-        module.gradient_checkpointing_enable({"use_reentrant": False})
-    except ValueError as error:
-        raise SettingsError(f"{error} Set gradient_checkpointing to false") from error
-    for layer in module.modules():
-        if isinstance(layer, GradientCheckpointingLayer):
-            layer.training = True
 
 
 def accumulate(parameters: Sequence[nn.Parameter], gradients: Sequence[Tensor]) -> None:

@@ -403,17 +403,21 @@ def test_forward_only_gives_the_same_and_no_gradient(backend):
         np.testing.assert_array_equal(found, wanted)
 
 
-def test_gradient_checkpointing_recomputes_layers_and_changes_no_gradient(model_dir):
-    plain, recomputed = load(model_dir), load(model_dir, gradient_checkpointing=True)
+@pytest.mark.parametrize("every", [True, 2])
+def test_gradient_checkpointing_recomputes_layers_and_changes_no_gradient(model_dir, every):
+    plain, recomputed = load(model_dir), load(model_dir, gradient_checkpointing=every)
     calls = {}
     for name, backend in (("plain", plain), ("recomputed", recomputed)):
         backend.create_model("run", LORA)
         randomise(backend)
-        calls[name] = []
-        mlp = backend._base.module.model.layers[0].mlp
-        mlp.register_forward_pre_hook(lambda *_, name=name: calls[name].append(1))
+        for index, layer in enumerate(backend._base.module.model.layers):
+            counts = calls.setdefault(name, [0, 0])
+            layer.mlp.register_forward_pre_hook(
+                lambda *_, counts=counts, index=index: counts.__setitem__(index, counts[index] + 1)
+            )
         run_pass(backend, make_operation())
-    assert len(calls["recomputed"]) == 2 * len(calls["plain"])
+    first, second = calls["plain"]
+    assert calls["recomputed"] == [2 * first, second if every == 2 else 2 * second]
     assert_near(gradients_of(recomputed), gradients_of(plain), relative=1e-6)
 
 

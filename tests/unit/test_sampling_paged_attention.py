@@ -9,9 +9,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from hosted_tinker.sampling import paged_attention
+from hosted_tinker.sampling import attention_kernels, gathered_attention, tiled_attention
 from hosted_tinker.sampling.kv_cache import KvCache, LayerShape, StoredSequence
-from hosted_tinker.sampling.paged_attention import Span, lay_out
+from hosted_tinker.sampling.paged_attention import lay_out
+from hosted_tinker.sampling.spans import Span
 
 HEADS, GROUPS, SIZE = 6, 2, 16
 SHAPE = LayerShape((GROUPS, SIZE), (GROUPS, SIZE), torch.float32, torch.device("cpu"))
@@ -48,20 +49,24 @@ SPANS = st.lists(
 
 
 @pytest.mark.parametrize("min_shared", [1, 512])
+@pytest.mark.parametrize("invariant", [False, True])
 @pytest.mark.parametrize("through", ["cpu kernel", "plain operations"])
 @settings(max_examples=25)
 @given(lengths=SPANS, branches=st.lists(st.integers(1, 90), max_size=2), seed=st.integers(0, 99))
 def test_every_span_sees_its_own_past_and_itself(
-    min_shared: int, through: str, lengths: list, branches: list[int], seed: int
+    min_shared: int, through: str, invariant: bool, lengths: list, branches: list[int], seed: int
 ) -> None:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(paged_attention, "MIN_SHARED", min_shared)
+        patch.setattr(gathered_attention, "MIN_SHARED", min_shared)
         if through == "plain operations":
-            patch.setattr(paged_attention, "attend", paged_attention.attend_plainly)
-        check_spans(lengths, branches, seed)
+            for module in (gathered_attention, tiled_attention):
+                patch.setattr(module, "attend", attention_kernels.attend_plainly)
+        check_spans(lengths, branches, seed, invariant)
 
 
-def check_spans(lengths: list[tuple[int, int]], branches: list[int], seed: int) -> None:
+def check_spans(
+    lengths: list[tuple[int, int]], branches: list[int], seed: int, invariant: bool
+) -> None:
     cache = KvCache([SHAPE], 200, 8)
     # What others have left behind must not be seen.
     for buffer in (cache.keys[0], cache.values[0]):
@@ -81,11 +86,15 @@ def check_spans(lengths: list[tuple[int, int]], branches: list[int], seed: int) 
         assert cache.reserve(span.stored, span.stored.length + span.count)
     total = sum(span.count for span in spans)
     generator = torch.Generator().manual_seed(seed)
+    padding = 5 if invariant else 0
     query, key, value = (
-        torch.randn(heads, total, SIZE, generator=generator) for heads in (HEADS, GROUPS, GROUPS)
+        torch.randn(heads, total + padding, SIZE, generator=generator)
+        for heads in (HEADS, GROUPS, GROUPS)
     )
-    found = lay_out(cache, spans).attend(0, query, key, value, 0.3, None)
-    assert found.shape == (total, HEADS, SIZE)
+    layout = lay_out(cache, spans, invariant=invariant)
+    found = layout.attend(0, query, key, value, 0.3, None)
+    assert found.shape == (total + padding, HEADS, SIZE)
+    assert not found[total:].any()
     start = 0
     for span in spans:
         rows = slice(start, start + span.count)
