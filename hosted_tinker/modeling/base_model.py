@@ -117,7 +117,7 @@ def use_deterministic_kernels() -> None:
     """On CUDA, those that add in one order. Must run before cuBLAS is first used."""
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     torch.use_deterministic_algorithms(True, warn_only=True)
-    torch.utils.deterministic.fill_uninitialized_memory = False
+    setattr(torch.utils.deterministic, "fill_uninitialized_memory", False)  # noqa: B010
 
 
 def read_model_config(base_model: str) -> PretrainedConfig:
