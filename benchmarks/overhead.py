@@ -36,7 +36,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from benchmarks.load import make_prompts, quantile
 from benchmarks.servers import describe_machine, find_model, running_server
 from benchmarks.train_throughput_data import SERVED, connect, make_data
-from hosted_tinker.config import PytorchConfig
+from hosted_tinker.backend_configs import PytorchConfig
 from hosted_tinker.training.pytorch import PytorchBackend
 from hosted_tinker.types import ForwardBackward, LoraConfig
 from hosted_tinker.wire.proto_requests import decode_forward_backward, read_envelope

@@ -12,14 +12,10 @@ from rich.console import Console
 from rich.table import Table
 
 from hosted_tinker import __version__
-from hosted_tinker.config import (
-    BACKEND_CONFIGS,
-    SECRET_FIELDS,
-    LoadedSettings,
-    Settings,
-    load_settings,
-)
+from hosted_tinker.backend_configs import BACKEND_CONFIGS
+from hosted_tinker.config import SECRET_FIELDS, LoadedSettings, load_settings
 from hosted_tinker.errors import HostedTinkerError
+from hosted_tinker.settings import Settings
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -19,9 +19,9 @@ from dataclasses import dataclass, field
 
 from hosted_tinker.adapter_holds import AdapterHolds
 from hosted_tinker.checkpoints import CheckpointSaver
-from hosted_tinker.config import AdapterSync
 from hosted_tinker.errors import HostedTinkerError, NotFoundError, WorkerFailedError
 from hosted_tinker.samplers import Sampler
+from hosted_tinker.settings import AdapterSync
 from hosted_tinker.store.checkpoint_files import CheckpointFiles
 from hosted_tinker.store.metadata import Metadata
 from hosted_tinker.store.records import RunWeights

@@ -16,9 +16,9 @@ import uvicorn
 from rich.console import Console
 
 from hosted_tinker.api.app import create_app
-from hosted_tinker.config import Settings
 from hosted_tinker.errors import SettingsError
 from hosted_tinker.server import Server
+from hosted_tinker.settings import Settings
 
 logger = logging.getLogger(__name__)
 

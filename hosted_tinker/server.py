@@ -15,7 +15,6 @@ import aiohttp
 from hosted_tinker.adapter_holds import AdapterHolds
 from hosted_tinker.base_adapter import BaseAdapter
 from hosted_tinker.checkpoints import CheckpointSaver
-from hosted_tinker.config import Settings
 from hosted_tinker.default_model import DEFAULT_MODEL_NAME, ensure_default_model
 from hosted_tinker.errors import HostedTinkerError, SettingsError, UnservableError
 from hosted_tinker.futures import Futures
@@ -26,6 +25,7 @@ from hosted_tinker.replicas.pool import ReplicaPool
 from hosted_tinker.run_weights import NewestWeights, WeightsStore
 from hosted_tinker.samplers import EmbeddedSampler, choose_sampler
 from hosted_tinker.sampling_scheduler import SamplingScheduler
+from hosted_tinker.settings import Settings
 from hosted_tinker.store.checkpoint_files import CheckpointFiles
 from hosted_tinker.store.database import open_database
 from hosted_tinker.store.metadata import Metadata

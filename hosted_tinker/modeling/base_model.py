@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 
-from hosted_tinker.config import PytorchConfig
+from hosted_tinker.backend_configs import PytorchConfig
 from hosted_tinker.errors import SettingsError
 from hosted_tinker.types import BaseModelInfo
 

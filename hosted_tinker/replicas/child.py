@@ -16,9 +16,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from hosted_tinker.config import PytorchConfig, Settings
+from hosted_tinker.backend_configs import PytorchConfig
 from hosted_tinker.errors import SettingsError
 from hosted_tinker.sampling.request_checks import MAX_TOPK_LOGPROBS
+from hosted_tinker.settings import Settings
 
 HOST = "127.0.0.1"
 STOP_TIMEOUT_S = 20.0

@@ -8,8 +8,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from hosted_tinker.config import BackendConfig, PytorchConfig, Settings
+from hosted_tinker.backend_configs import BackendConfig, PytorchConfig
 from hosted_tinker.errors import SettingsError
+from hosted_tinker.settings import Settings
 
 MIB = 1024**2
 QUERY = (

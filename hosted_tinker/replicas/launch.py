@@ -8,12 +8,12 @@ from collections.abc import Sequence
 import aiohttp
 from aiohttp import AddrInfoType
 
-from hosted_tinker.config import Settings
 from hosted_tinker.replicas.child import HOST, make_child_spec
 from hosted_tinker.replicas.gpus import split_gpus
 from hosted_tinker.replicas.held_adapters import EngineDir
 from hosted_tinker.replicas.replica import MakeBaseAdapter, Replica
 from hosted_tinker.replicas.vllm import VllmClient
+from hosted_tinker.settings import Settings
 
 PROBES = {"TCP_KEEPIDLE": 30, "TCP_KEEPINTVL": 10, "TCP_KEEPCNT": 3}
 """Seconds of silence before the first, seconds between them, and how many may stay unanswered."""

@@ -14,7 +14,6 @@ from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
 from pathlib import Path
 from typing import TypeVar
 
-from hosted_tinker.config import Settings
 from hosted_tinker.errors import HostedTinkerError, SamplerDownError, SettingsError
 from hosted_tinker.replicas.child import ChildSpec, VllmChild, check_can_start
 from hosted_tinker.replicas.engine_client import (
@@ -31,6 +30,7 @@ from hosted_tinker.replicas.sample_requests import (
     to_completion_body,
     to_sample_output,
 )
+from hosted_tinker.settings import Settings
 from hosted_tinker.types import AdapterRef, Sample, SampleOutput
 from hosted_tinker.workers.group import GroupState
 

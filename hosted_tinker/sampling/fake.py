@@ -20,8 +20,8 @@ import numpy as np
 from numpy.typing import NDArray
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
+from hosted_tinker.backend_configs import FakeConfig
 from hosted_tinker.byte_characters import BYTE_OF_CHARACTER
-from hosted_tinker.config import FakeConfig
 from hosted_tinker.errors import HostedTinkerError, UserError
 from hosted_tinker.sampling.engine import FinishSample, ReportToken
 from hosted_tinker.types import (

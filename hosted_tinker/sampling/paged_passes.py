@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from hosted_tinker.config import PytorchConfig
+from hosted_tinker.backend_configs import PytorchConfig
 from hosted_tinker.modeling.base_model import BaseModel
 from hosted_tinker.modeling.decoder_pass import run_with_layout
 from hosted_tinker.modeling.lora import Routing, Segment, make_segments

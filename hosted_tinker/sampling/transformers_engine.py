@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
-from hosted_tinker.config import PytorchConfig
+from hosted_tinker.backend_configs import PytorchConfig
 from hosted_tinker.errors import HostedTinkerError, SettingsError
 from hosted_tinker.modeling.base_model import BaseModel, load_base_model, restrict_visible_gpus
 from hosted_tinker.modeling.lora import LoraModel

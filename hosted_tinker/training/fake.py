@@ -26,7 +26,7 @@ from hosted_tinker.adapter_layout import (
     read_lora_config,
     write_configs,
 )
-from hosted_tinker.config import FakeConfig
+from hosted_tinker.backend_configs import FakeConfig
 from hosted_tinker.errors import HostedTinkerError, NotFoundError, UserError
 from hosted_tinker.loss_specs import resolve_config
 from hosted_tinker.training.lora_checks import check_lora, check_same_shape

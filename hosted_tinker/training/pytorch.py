@@ -20,7 +20,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from hosted_tinker.adapter_layout import OPTIMIZER_FILE, read_lora_config
-from hosted_tinker.config import PytorchConfig
+from hosted_tinker.backend_configs import PytorchConfig
 from hosted_tinker.errors import (
     HostedTinkerError,
     NotFoundError,

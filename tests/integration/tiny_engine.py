@@ -14,7 +14,7 @@ from transformers import (
     PreTrainedTokenizerFast,
 )
 
-from hosted_tinker.config import PytorchConfig
+from hosted_tinker.backend_configs import PytorchConfig
 from hosted_tinker.modeling.adapter_files import save_adapter
 from hosted_tinker.sampling.transformers_engine import TransformersEngine
 from hosted_tinker.types import (

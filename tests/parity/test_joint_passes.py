@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from hosted_tinker.config import PytorchConfig
+from hosted_tinker.backend_configs import PytorchConfig
 from hosted_tinker.errors import NotFoundError, UserError
 from hosted_tinker.training.pytorch import PytorchBackend
 from hosted_tinker.types import Datum, ForwardBackward, LoraConfig

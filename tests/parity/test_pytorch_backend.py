@@ -14,7 +14,7 @@ import torch
 from peft import PeftModel
 from transformers import AutoModelForCausalLM, LlamaConfig, Qwen3Config, Qwen3MoeConfig
 
-from hosted_tinker.config import PytorchConfig
+from hosted_tinker.backend_configs import PytorchConfig
 from hosted_tinker.errors import HostedTinkerError, NotFoundError, UserError, WorkerFailedError
 from hosted_tinker.training.pytorch import PytorchBackend
 from hosted_tinker.types import AdamParams, Datum, ForwardBackward, LoraConfig

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from hosted_tinker.config import FakeConfig
+from hosted_tinker.backend_configs import FakeConfig
 from hosted_tinker.errors import NotFoundError, UserError
 from hosted_tinker.training.fake import FakeBackend
 from hosted_tinker.types import AdamParams, Datum, ForwardBackward, LoraConfig

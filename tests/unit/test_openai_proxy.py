@@ -16,13 +16,13 @@ import pytest
 from aiohttp import web
 
 from hosted_tinker.api.openai_proxy import Forwarding, forward
-from hosted_tinker.config import Settings
 from hosted_tinker.errors import SamplerDownError
 from hosted_tinker.replicas.held_adapters import EngineDir
 from hosted_tinker.replicas.launch import open_http_session
 from hosted_tinker.replicas.pool import ReplicaPool
 from hosted_tinker.replicas.replica import Replica
 from hosted_tinker.replicas.vllm import VllmClient
+from hosted_tinker.settings import Settings
 from hosted_tinker.types import AdapterRef
 
 PATH = "/v1/completions"

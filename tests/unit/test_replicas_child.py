@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from hosted_tinker.config import PytorchConfig, Settings
+from hosted_tinker.backend_configs import PytorchConfig
 from hosted_tinker.errors import SettingsError
 from hosted_tinker.replicas.child import (
     ChildSpec,
@@ -17,6 +17,7 @@ from hosted_tinker.replicas.child import (
     make_child_spec,
     make_environment,
 )
+from hosted_tinker.settings import Settings
 
 
 def make(gpus: list[int], **fields: Any) -> ChildSpec:

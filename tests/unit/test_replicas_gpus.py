@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from hosted_tinker.config import PytorchConfig, Settings
+from hosted_tinker.backend_configs import PytorchConfig
 from hosted_tinker.errors import SettingsError
 from hosted_tinker.replicas.gpus import (
     Gpu,
@@ -17,6 +17,7 @@ from hosted_tinker.replicas.gpus import (
     shares_device,
     split_gpus,
 )
+from hosted_tinker.settings import Settings
 
 GB = 10**9
 GPUS = [Gpu(index, "H100", 80 * GB, 79 * GB) for index in range(8)]

@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 
 from hosted_tinker.adapter_layout import write_configs
-from hosted_tinker.config import Settings
 from hosted_tinker.replicas.held_adapters import EngineDir
 from hosted_tinker.replicas.replica import Replica
+from hosted_tinker.settings import Settings
 from hosted_tinker.types import AdapterRef, LoraConfig
 from tests.unit.test_replicas_held_adapters import ListEngine
 

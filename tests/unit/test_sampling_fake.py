@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from hosted_tinker.config import FakeConfig
+from hosted_tinker.backend_configs import FakeConfig
 from hosted_tinker.sampling.fake import FakeEngine
 from hosted_tinker.types import AdapterRef, Sample, SampleOutput, SamplingParams
 from hosted_tinker.workers.messages import Failure

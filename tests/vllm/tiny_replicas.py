@@ -23,7 +23,7 @@ from numpy.typing import NDArray
 from peft import PeftModel
 from transformers import LlamaForCausalLM
 
-from hosted_tinker.config import PytorchConfig, Settings
+from hosted_tinker.backend_configs import PytorchConfig
 from hosted_tinker.modeling.adapter_files import save_adapter
 from hosted_tinker.replicas.child import HOST, ChildSpec, make_child_spec
 from hosted_tinker.replicas.held_adapters import EngineDir
@@ -31,6 +31,7 @@ from hosted_tinker.replicas.launch import open_http_session
 from hosted_tinker.replicas.pool import ReplicaPool
 from hosted_tinker.replicas.replica import Replica
 from hosted_tinker.replicas.vllm import VllmClient
+from hosted_tinker.settings import Settings
 from hosted_tinker.types import AdapterRef, LoraConfig, Sample, SampleOutput, SamplingParams
 from tests.integration.tiny_engine import EOS, PARAMS, save_model
 
