@@ -75,8 +75,9 @@ def main() -> None:
         print(json.dumps(measure_case(case, arguments, versions)), flush=True)
     if arguments.runs:
         with running_server(*server_flags(arguments)) as url:
-            result = measure_runs(url, arguments.runs, arguments.runs_rounds, arguments.rank)
-            print(json.dumps(result), flush=True)
+            results = measure_runs(url, arguments.runs, arguments.runs_rounds, arguments.rank)
+            for result in results:
+                print(json.dumps(result), flush=True)
     print(json.dumps(describe(arguments, versions)))
 
 
@@ -109,7 +110,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--backend-config", type=json.loads, default={}, help="more, for ours")
     parser.add_argument("--seed", type=int, default=0, help="of the mixed lengths and the order")
     parser.add_argument("--runs", type=int, default=8, help="runs with small batches; 0: none")
-    parser.add_argument("--runs-rounds", type=int, default=10)
+    parser.add_argument("--runs-rounds", type=int, default=5)
     arguments = parser.parse_args()
     if arguments.mixed % arguments.batch_size:
         parser.error("--mixed must be a multiple of --batch-size")

@@ -82,7 +82,8 @@ class PytorchConfig(BaseModel):
         Field(
             description="Most tokens of one forward and backward pass, padding included where "
             "there is some. A longer sequence goes alone. Halved where the device runs out of "
-            "memory. Unset: 1024 on the CPU, 8192 on a GPU.",
+            "memory. Unset: what the free memory allows, by a measurement before the first pass, and at "
+            "most 1024 on the CPU, 8192 on a GPU.",
             ge=1,
         ),
     ] = None

@@ -32,6 +32,7 @@ from hosted_tinker.types import LORA_ALPHA, LoraConfig
 
 ATTENTION_PATTERN = re.compile(r"(^|\.)(self_attn|attn|attention|self_attention)\.")
 MLP_PATTERN = re.compile(r"(^|\.)(mlp|feed_forward|ffn)\.")
+EXPERT_PATTERN = re.compile(r"\.experts\.\d+\.")
 
 
 class LoraPair:
@@ -243,8 +244,9 @@ class LoraModel:
     Attributes:
         routing: of the layers in the decoder.
         head_routing: of the output head, which computes other positions than the decoder does.
-        has_fused_experts: the model is a mixture of experts whose experts are stacked in parameters
-            of three dimensions, on which no adapter of this server can go.
+        has_experts: the model is a mixture of experts. They compute the positions that are routed to
+            them, stacked in parameters of three dimensions or each in layers of its own, and no adapter
+            of this server can go on them.
     """
 
     def __init__(self, module: PreTrainedModel) -> None:
@@ -257,8 +259,8 @@ class LoraModel:
         self.head_routing = Routing()
         self.layers: dict[str, LoraLinear] = {}
         self.group_of: dict[str, str] = {}
-        self.has_fused_experts = any(
-            parameter.dim() == 3 and MLP_PATTERN.search(name)
+        self.has_experts = any(
+            EXPERT_PATTERN.search(name) or (parameter.dim() == 3 and MLP_PATTERN.search(name))
             for name, parameter in module.get_decoder().named_parameters()
         )
         head = module.get_output_embeddings()
@@ -341,6 +343,8 @@ def find_linear_layers(module: nn.Module) -> list[tuple[str, nn.Linear]]:
 
 def classify_layer(name: str) -> str | None:
     """`attn`, `mlp` or None, by the names that Hugging Face architectures give their layers."""
+    if EXPERT_PATTERN.search(name):
+        return None
     if ATTENTION_PATTERN.search(name):
         return "attn"
     return "mlp" if MLP_PATTERN.search(name) else None

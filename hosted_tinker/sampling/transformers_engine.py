@@ -518,7 +518,7 @@ def make_passes(
     passes = PagedPasses(base, lora.routing, lora.head_routing, cache)
     if not config.batch_invariant:
         return passes
-    if lora.has_fused_experts:
+    if lora.has_experts:
         raise SettingsError(
             "batch_invariant is true, but experts compute as many rows as are routed to them"
         )

@@ -10,10 +10,11 @@ import logging
 import os
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Self
 
+import numpy as np
 import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
@@ -40,9 +41,11 @@ from hosted_tinker.training.backend import ReportProgress
 from hosted_tinker.training.joint_pass import JointPass
 from hosted_tinker.training.lora_checks import check_lora, check_same_shape
 from hosted_tinker.training.optim import AdamOptimizer, check_optimizer_state
+from hosted_tinker.training.token_budget import find_token_budget
 from hosted_tinker.types import (
     AdamParams,
     BaseModelInfo,
+    Datum,
     ForwardBackward,
     ForwardBackwardOutput,
     LoraConfig,
@@ -54,6 +57,9 @@ logger = logging.getLogger(__name__)
 MICRO_BATCH_TOKENS_ON_CPU = 1024
 MICRO_BATCH_TOKENS_ON_GPU = 8192
 """More compute no faster, and take more memory."""
+PROBE_TOKENS = 32
+PROBE_RANK = 32
+"""Of the pass, and of its adapter, with which it is measured what memory a token takes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,7 +95,6 @@ class PytorchBackend:
         self._base = base
         self._config = config
         self._lora = lora
-        on_gpu = base.input_device.type == "cuda"
         decoder = DecoderPass(base, lora.routing, pack=config.attn_implementation == "auto")
         self._passes = JointPass(
             base,
@@ -99,10 +104,10 @@ class PytorchBackend:
             one_by_one=config.batch_invariant,
             turn=turn,
         )
-        default = MICRO_BATCH_TOKENS_ON_GPU if on_gpu else MICRO_BATCH_TOKENS_ON_CPU
-        self._max_tokens = config.micro_batch_tokens or default
+        self._max_tokens = config.micro_batch_tokens
         self._runs: dict[str, Run] = {}
         self._snapshots: dict[str, Snapshot] = {}
+        on_gpu = base.input_device.type == "cuda"
         every = on_gpu if config.gradient_checkpointing is None else config.gradient_checkpointing
         if every:
             enable_gradient_checkpointing(base, int(every))
@@ -121,7 +126,7 @@ class PytorchBackend:
     def create_model(self, model_id: str, lora: LoraConfig) -> None:
         self._check_is_new(model_id)
         check_lora(lora, self._config.max_lora_rank)
-        if lora.train_mlp and self._lora.has_fused_experts:
+        if lora.train_mlp and self._lora.has_experts:
             raise UserError(
                 f"train_mlp is true, but the experts of {self._base_model!r} can't be adapted by "
                 "this server; create the run with train_mlp=False"
@@ -230,6 +235,8 @@ class PytorchBackend:
             for one in operations
         }
         longest = max(len(datum.tokens) for one in operations for datum in one.data)
+        if self._max_tokens is None:
+            self._max_tokens = self._find_max_tokens()
         while True:
             # What follows comes after the block, where the failed pass's tensors are free again.
             with suppress(torch.OutOfMemoryError):
@@ -246,6 +253,30 @@ class PytorchBackend:
         for run, own in gradients.items():
             accumulate(parameters[run], own)
         return outputs
+
+    def _find_max_tokens(self) -> int:
+        """Of a micro-batch: what memory allows, but no more than is of use."""
+        on_gpu = self._base.input_device.type == "cuda"
+        most = MICRO_BATCH_TOKENS_ON_GPU if on_gpu else MICRO_BATCH_TOKENS_ON_CPU
+        probe = "token budget probe"
+        lora = LoraConfig(lora_rank=min(PROBE_RANK, self._config.max_lora_rank), seed=0)
+        self._lora.add_fresh_adapter(probe, replace(lora, train_mlp=not self._lora.has_experts))
+        parameters = {probe: list(self._lora.named_parameters(probe).values())}
+
+        def run_pass(num_tokens: int) -> None:
+            tokens = np.zeros(num_tokens, np.int64)
+            inputs = {"target_tokens": tokens, "weights": np.ones(num_tokens, np.float32)}
+            operation = ForwardBackward(probe, [Datum(tokens, inputs)], "cross_entropy")
+            self._passes.run([operation], parameters, num_tokens)
+
+        devices = {parameter.device for parameter in self._base.module.parameters()}
+        try:
+            count = min(PROBE_TOKENS, self._base.context_length // 2)
+            return min(most, find_token_budget(run_pass, sorted(devices, key=str), count))
+        except torch.OutOfMemoryError:
+            return most
+        finally:
+            self._lora.remove_adapter(probe)
 
     def _check_adapter(
         self, adapter: Mapping[str, Tensor], lora: LoraConfig

@@ -15,9 +15,7 @@ from hypothesis import strategies as st
 from hosted_tinker.default_model import ensure_default_model
 from hosted_tinker.types import SampleOutput
 from tests.integration.tiny_engine import PROMPT, Harness, save_model
-from tests.parity.test_joint_passes import REQUESTS, load, make_request, model_dir, take_gradients
-
-__all__ = ["model_dir"]
+from tests.parity.tiny_runs import REQUESTS, load, make_request, save_tiny_llama, take_gradients
 
 NEIGHBOURS = st.lists(
     st.tuples(
@@ -25,6 +23,13 @@ NEIGHBOURS = st.lists(
     ),
     max_size=20,
 )
+
+
+@pytest.fixture(scope="module")
+def model_dir(tmp_path_factory: pytest.TempPathFactory) -> str:
+    directory = tmp_path_factory.mktemp("training")
+    save_tiny_llama(directory)
+    return str(directory)
 
 
 @pytest.fixture(scope="module")

@@ -16,6 +16,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig, Qwen3Config, Qwen3Mo
 
 from hosted_tinker.backend_configs import PytorchConfig
 from hosted_tinker.errors import HostedTinkerError, NotFoundError, UserError, WorkerFailedError
+from hosted_tinker.training import token_budget
 from hosted_tinker.training.pytorch import PytorchBackend
 from hosted_tinker.types import AdamParams, Datum, ForwardBackward, LoraConfig
 
@@ -401,6 +402,27 @@ def test_forward_only_gives_the_same_and_no_gradient(backend):
     assert forward.metrics == both.metrics
     for found, wanted in zip(forward.logprobs, both.logprobs, strict=True):
         np.testing.assert_array_equal(found, wanted)
+
+
+def test_micro_batches_are_as_large_as_memory_allows(model_dir, monkeypatch):
+    """What is found is what saved tensors say, and leaves nothing behind."""
+    backend = PytorchBackend.load(model_dir, PytorchConfig(), print)
+    backend.create_model("run", LORA)
+    randomise(backend)
+    # Half of it is for 50 tokens of 10 kB.
+    monkeypatch.setattr(token_budget, "find_free_bytes", lambda _: 1_000_000)
+    found = run_pass(backend, make_operation())
+    per_token = 500_000 / backend._max_tokens
+    config = backend._base.text_config
+    widths = 4 * config.num_hidden_layers * (config.hidden_size + config.intermediate_size)
+    assert 2 * widths < per_token < 20 * widths + 8 * VOCAB
+    assert next(iter(backend._lora.layers.values())).pairs.keys() == {"run"}
+    wanted = gradients_of(backend)
+    other = load(model_dir)
+    other.create_model("run", LORA)
+    randomise(other)
+    assert run_pass(other, make_operation()).metrics == pytest.approx(found.metrics, rel=1e-5)
+    assert_near(gradients_of(other), wanted, relative=1e-4)
 
 
 @pytest.mark.parametrize("every", [True, 2])

@@ -1,0 +1,106 @@
+"""How many tokens a pass may have, by what a token takes of the device's memory."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Generator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import saved_tensors_hooks
+
+logger = logging.getLogger(__name__)
+
+SHARE_OF_FREE_MEMORY = 0.5
+"""Of what is free. The rest is for optimizers of new runs, and for what the probe does not see."""
+CPU = torch.device("cpu")
+CGROUP_FILES = (
+    ("memory.max", "memory.current"),
+    ("memory/memory.limit_in_bytes", "memory/memory.usage_in_bytes"),
+)
+
+Bytes = dict[torch.device, int]
+
+
+def find_token_budget(
+    run_pass: Callable[[int], None], devices: Sequence[torch.device], probe_tokens: int
+) -> int:
+    """Tokens of a forward and backward pass for which the free memory suffices. At least 1.
+
+    Two passes are measured, of `probe_tokens` and of twice as many: constant parts cancel out.
+
+    Args:
+        run_pass: runs one of so many tokens.
+        devices: those with parameters.
+    """
+    measured: list[Bytes] = []
+    for count in (probe_tokens, 2 * probe_tokens):
+        with measure_memory(devices) as peak:
+            run_pass(count)
+        measured.append(peak)
+    few, many = measured
+    budgets = [
+        SHARE_OF_FREE_MEMORY * find_free_bytes(device) * probe_tokens / (many[device] - few[device])
+        for device in devices
+        if many[device] > few[device]
+    ]
+    budget = max(1, int(min(budgets, default=1)))
+    logger.info("memory suffices for passes of %d tokens", budget)
+    return budget
+
+
+@contextmanager
+def measure_memory(devices: Sequence[torch.device]) -> Generator[Bytes]:
+    """What a pass takes beyond what is there: on a GPU the peak, on the CPU what backward keeps.
+
+    The dictionary is filled when the block ends.
+    """
+    peak: Bytes = dict.fromkeys(devices, 0)
+    gpus = [device for device in devices if device.type == "cuda"]
+    before = {gpu: torch.cuda.memory_allocated(gpu) for gpu in gpus}
+    for gpu in gpus:
+        torch.cuda.reset_peak_memory_stats(gpu)
+    kept: dict[int, int] = {}
+
+    def note(tensor: Tensor) -> Tensor:
+        if tensor.device.type == "cpu" and not tensor.is_leaf:
+            storage = tensor.untyped_storage()
+            kept[storage.data_ptr()] = storage.nbytes()
+        return tensor
+
+    with saved_tensors_hooks(note, lambda tensor: tensor):
+        yield peak
+    for gpu in gpus:
+        peak[gpu] = torch.cuda.max_memory_allocated(gpu) - before[gpu]
+    if CPU in peak:
+        peak[CPU] = sum(kept.values())
+
+
+def find_free_bytes(device: torch.device) -> int:
+    """Memory that can still be had, what torch's allocator keeps for itself included."""
+    if device.type == "cuda":
+        free, _ = torch.cuda.mem_get_info(device)
+        return free + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+    return min(read_available_bytes(), read_cgroup_room() or 2**63)
+
+
+def read_available_bytes(path: Path = Path("/proc/meminfo")) -> int:
+    """Of the machine, what can be had without swapping."""
+    fields: Mapping[str, str] = dict(
+        line.split(":", 1) for line in path.read_text().splitlines() if ":" in line
+    )
+    return int(fields["MemAvailable"].split()[0]) * 1024
+
+
+def read_cgroup_room(root: Path = Path("/sys/fs/cgroup")) -> int | None:
+    """What a container's limit leaves (cgroup v2, or v1); None where there is no limit."""
+    for limit_file, used_file in CGROUP_FILES:
+        try:
+            limit = (root / limit_file).read_text().strip()
+            used = int((root / used_file).read_text())
+        except OSError:
+            continue
+        return None if limit == "max" else max(0, int(limit) - used)
+    return None
