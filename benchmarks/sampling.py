@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import os
 import random
 import statistics
 import subprocess
@@ -107,10 +106,7 @@ def running_generate(model: Path, batch_size: int, rank: int) -> Iterator[tuple[
     """The rival in a process of its own: what runs a load, and the process id."""
     arguments = [str(model), str(batch_size), str(rank)]
     command = [sys.executable, "-m", "benchmarks.rivals.generate", *arguments]
-    environment = {"OMP_WAIT_POLICY": "PASSIVE", **os.environ}
-    process = subprocess.Popen(
-        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment
-    )
+    process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
     assert process.stdin is not None
     assert process.stdout is not None
     pipes = process.stdin, process.stdout

@@ -87,6 +87,8 @@ def running_server(*flags: str) -> Iterator[str]:
 @contextlib.contextmanager
 def running(command: list[str], health_url: str, environment: dict[str, str]) -> Iterator[None]:
     """A process, once its health check answers `ok`; its log is shown if it does not start."""
+    # Ends the process as an exception does, so that what it started is ended too.
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     with tempfile.NamedTemporaryFile("r", suffix=".log") as log:
         with open(log.name, "w") as output:
             process = subprocess.Popen(
