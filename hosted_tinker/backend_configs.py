@@ -72,9 +72,10 @@ class PytorchConfig(BaseModel):
     batch_invariant: Annotated[
         bool,
         Field(
-            description="Numbers of a datum, and of a sample, do not depend on what else is computed, "
-            "bit for bit: training passes hold one sequence each, passes of the embedded engine have "
-            "a few fixed shapes. Off: they depend on it within rounding."
+            description="Numbers of a datum, and of a sample of the embedded engine, do not depend on "
+            "what else is computed, bit for bit: training passes hold one sequence each, passes of the "
+            "engine have a few fixed shapes. Off: they depend on it within rounding. vLLM has a mode of "
+            "its own."
         ),
     ] = False
     micro_batch_tokens: Annotated[

@@ -21,6 +21,8 @@ from hosted_tinker.backend_configs import PytorchConfig
 from hosted_tinker.errors import SettingsError
 from hosted_tinker.types import BaseModelInfo
 
+ModelRole = Literal["trainer", "sampler", "shared"]
+"""Who uses a model; `shared` are both, on one device."""
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
@@ -74,16 +76,15 @@ class BaseModel:
         )
 
 
-def load_base_model(
-    base_model: str, config: PytorchConfig, role: Literal["trainer", "sampler"]
-) -> BaseModel:
+def load_base_model(base_model: str, config: PytorchConfig, role: ModelRole) -> BaseModel:
     """Loads weights onto the devices that `config` names for `role`.
 
     Raises:
         SettingsError: the model can't be found, read or served.
     """
-    if config.batch_invariant and torch.cuda.is_available():
-        use_deterministic_kernels()
+    if config.batch_invariant:
+        # cuBLAS reads it when it is first used.
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     if Path(base_model).is_dir() or not looks_like_path(base_model):
         model_config = read_model_config(base_model)
     else:
@@ -111,13 +112,6 @@ def load_base_model(
     )
     check_parts_make_the_model(base, base_model)
     return base
-
-
-def use_deterministic_kernels() -> None:
-    """On CUDA, those that add in one order. Must run before cuBLAS is first used."""
-    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-    torch.use_deterministic_algorithms(True, warn_only=True)
-    setattr(torch.utils.deterministic, "fill_uninitialized_memory", False)  # noqa: B010
 
 
 def read_model_config(base_model: str) -> PretrainedConfig:
@@ -151,17 +145,17 @@ def choose_dtype(config: PytorchConfig) -> torch.dtype | Literal["auto"]:
     return "auto" if torch.cuda.is_available() else torch.float32
 
 
-def choose_device_map(config: PytorchConfig, role: Literal["trainer", "sampler"]) -> Any:
+def choose_device_map(config: PytorchConfig, role: ModelRole) -> Any:
     """None on the CPU. The worker's CUDA_VISIBLE_DEVICES already holds only its own GPUs."""
     if not torch.cuda.is_available():
         return None
     return "auto" if role == "trainer" and config.device_map == "auto" else {"": 0}
 
 
-def restrict_visible_gpus(config: PytorchConfig, role: Literal["trainer", "sampler"]) -> None:
+def restrict_visible_gpus(config: PytorchConfig, role: ModelRole) -> None:
     """Hides the GPUs that are not this worker's. Must run before CUDA is first used."""
     gpus = config.train_gpus
-    if role == "sampler":
+    if role != "trainer":
         gpus = str(config.sampler_gpu) if config.sampler_gpu is not None else first_gpu(gpus)
     if gpus is not None:
         os.environ["CUDA_VISIBLE_DEVICES"] = gpus

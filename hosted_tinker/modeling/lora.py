@@ -32,7 +32,7 @@ from hosted_tinker.types import LORA_ALPHA, LoraConfig
 
 ATTENTION_PATTERN = re.compile(r"(^|\.)(self_attn|attn|attention|self_attention)\.")
 MLP_PATTERN = re.compile(r"(^|\.)(mlp|feed_forward|ffn)\.")
-EXPERT_PATTERN = re.compile(r"\.experts\.\d+\.")
+EXPERT_PATTERN = re.compile(r"\.(experts|block_sparse_moe)\.")
 
 
 class LoraPair:

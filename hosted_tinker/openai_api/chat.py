@@ -36,12 +36,13 @@ class Chat:
         """The whole answer."""
         (output,) = await run_all(engine, [sample])
         choices = self._make_choices()
+        choices[0].num_cached_tokens = output.prompt_cache_hit_tokens
         for choice, sequence in zip(choices, output.sequences, strict=True):
             choice.push(list_tokens(choice.index, sequence))
         answer = {
             **self._make_head("chat.completion"),
             "choices": [self._write_choice(choice) for choice in choices],
-            "usage": self._count(choices),
+            "usage": make_usage([self.prompt], choices),
         }
         if self.request.return_token_ids:
             answer["prompt_token_ids"] = list(self.prompt)
@@ -60,7 +61,7 @@ class Chat:
                 if piece.text or piece.choice.finish_reason or self.request.wants_tokens:
                     yield self._write_chunk(piece)
         if self.request.include_usage:
-            usage = self._count(choices)
+            usage = make_usage([self.prompt], choices)
             yield {**self._make_head("chat.completion.chunk"), "choices": [], "usage": usage}
 
     def _make_choices(self) -> list[Choice]:
@@ -118,6 +119,3 @@ class Chat:
             self.text_model, as_ids=bool(self.request.return_tokens_as_token_ids)
         )
         return spelling.to_chat(tokens, self.request.top_logprobs or 0)
-
-    def _count(self, choices: Sequence[Choice]) -> dict[str, int]:
-        return make_usage(len(self.prompt), sum(len(choice.tokens) for choice in choices))

@@ -15,7 +15,11 @@ from hosted_tinker.types import NewToken, Sample, SampledSequence, SampleOutput
 
 
 class Choice:
-    """One sequence of an answer."""
+    """One sequence of an answer.
+
+    Attributes:
+        num_cached_tokens: of the prompt, what was not computed again; set on a prompt's first choice.
+    """
 
     def __init__(
         self, index: int, prompt: Sequence[int], text_model: TextModel, request: GenerationRequest
@@ -24,6 +28,7 @@ class Choice:
         self.tokens: list[NewToken] = []
         self.finish_reason: Literal["stop", "length"] | None = None
         self.text = ""
+        self.num_cached_tokens = 0
         self._stream = TextStream(
             GrowingText(text_model, prompt, skip_special_tokens=request.skip_special_tokens),
             request.stop_strings,
@@ -60,6 +65,8 @@ async def stream_pieces(
     async with aclosing(stream_all(engine, samples)) as events:
         async for event in events:
             first = event.prompt_index * samples[0].num_samples
+            if isinstance(event.news, SampleOutput):
+                choices[first].num_cached_tokens = event.news.prompt_cache_hit_tokens
             for index, tokens in list_news(event.news):
                 choice = choices[first + index]
                 # The output at the end has all tokens again.

@@ -43,11 +43,13 @@ class Completions:
         for choice in choices:
             prompt_index, index = divmod(choice.index, self.request.n or 1)
             output = outputs[prompt_index]
+            if index == 0:
+                choice.num_cached_tokens = output.prompt_cache_hit_tokens
             # The engine draws a token at least.
             if self.request.max_tokens != 0:
                 choice.push(list_tokens(index, output.sequences[index]))
             entries.append(self._write_choice(choice, output))
-        return {**self._make_head(), "choices": entries, "usage": self._count(choices)}
+        return {**self._make_head(), "choices": entries, "usage": make_usage(self.prompts, choices)}
 
     async def stream(
         self, engine: Engine, samples: Sequence[Sample]
@@ -60,7 +62,8 @@ class Completions:
                 if piece.text or piece.choice.finish_reason or self.request.wants_tokens:
                     yield self._write_chunk(piece, offsets[piece.choice.index])
         if self.request.include_usage:
-            yield {**self._make_head(), "choices": [], "usage": self._count(choices)}
+            usage = make_usage(self.prompts, choices)
+            yield {**self._make_head(), "choices": [], "usage": usage}
 
     def _make_choices(self) -> list[Choice]:
         n = self.request.n or 1
@@ -125,11 +128,6 @@ class Completions:
             self.text_model, as_ids=bool(self.request.return_tokens_as_token_ids)
         )
         return spelling.to_completion(tokens, self.request.logprobs, offsets)
-
-    def _count(self, choices: Sequence[Choice]) -> dict[str, int]:
-        return make_usage(
-            sum(map(len, self.prompts)), sum(len(choice.tokens) for choice in choices)
-        )
 
 
 def list_prompt_tokens(prompt: Sequence[int], output: SampleOutput) -> list[NewToken]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -136,12 +137,20 @@ def find_sharing_obstacle(
         return None
     placed = place_on_gpus(settings, gpus, model_bytes=None)
     assert isinstance(placed, PytorchConfig)
-    training = parse_indices(placed.train_gpus) or [gpu.index for gpu in gpus]
+    training = parse_indices(placed.train_gpus) or list_visible(gpus)
     if len(training) > 1 and placed.device_map == "auto":
         return f"training takes the GPUs {training}; name one in train_gpus"
     if placed.sampler_gpu not in (None, training[0]):
         return f"sampler_gpu is {placed.sampler_gpu} and training takes GPU {training[0]}"
     return None
+
+
+def list_visible(gpus: Sequence[Gpu]) -> list[int]:
+    """Indices of the GPUs that CUDA_VISIBLE_DEVICES leaves, if it names them by index."""
+    named = os.environ.get("CUDA_VISIBLE_DEVICES", "")
+    if re.fullmatch(r"\d+(,\d+)*", named):
+        return parse_indices(named)
+    return [gpu.index for gpu in gpus]
 
 
 def parse_indices(indices: str | None) -> list[int]:

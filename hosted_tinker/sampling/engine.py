@@ -26,7 +26,7 @@ ReportToken = Callable[[str, NewToken], None]
 class SamplingEngine(Protocol):
     """Generates for many requests at once, one token for each running sequence per step.
 
-    A worker process owns it and calls it on one thread: `add` whenever requests arrive, `step`
+    A worker process owns it and calls one method at a time: `add` whenever requests arrive, `step`
     while `has_work`.
     """
 
@@ -55,6 +55,11 @@ class SamplingEngine(Protocol):
         """Whether a step would do anything."""
         ...
 
-    def step(self) -> None:
-        """Admits waiting requests and advances every running sequence by one token."""
+    def step(self, *, can_wait: bool = False) -> bool:
+        """Admits waiting requests and advances every running sequence by one token.
+
+        Args:
+            can_wait: there will be more memory soon. A step that lacks it does nothing then and
+                returns false; otherwise it makes room at the cost of a request.
+        """
         ...

@@ -105,7 +105,7 @@ class FakeEngine:
     def has_work(self) -> bool:
         return bool(self._requests)
 
-    def step(self) -> None:
+    def step(self, *, can_wait: bool = False) -> bool:
         for request_id, request in list(self._requests.items()):
             for index, completion in enumerate(request.completions):
                 if completion.stop_reason is None:
@@ -116,6 +116,7 @@ class FakeEngine:
             if all(completion.stop_reason for completion in request.completions):
                 del self._requests[request_id]
                 self._finish(request_id, make_output(request, self._config.vocab_size))
+        return True
 
     def _end_at_strings(self, completion: _Completion, sample: Sample) -> None:
         strings = [stop for stop in sample.params.stop or () if isinstance(stop, str)]

@@ -21,22 +21,25 @@ from torch import Tensor
 
 from hosted_tinker.errors import SettingsError
 from hosted_tinker.modeling.base_model import BaseModel
+from hosted_tinker.modeling.lora import LoraModel
+from hosted_tinker.sampling.adapters import find_key
 from hosted_tinker.sampling.kv_cache import KvCache
 from hosted_tinker.sampling.paged_passes import PagedPasses, Part
 from hosted_tinker.sampling.spans import Span
-from hosted_tinker.types import Int64Array
+from hosted_tinker.types import Int64Array, LoraConfig
 
 logger = logging.getLogger(__name__)
 
-SIZES_ON_CPU = (4, 8, 16, 32, 64, 128, 256)
-SIZES_ON_GPU = (64, 128, 256, 512, 1024)
+SIZES_ON_CPU = (4, 8, 16, 32, 64, 128)
+SIZES_ON_GPU = (64, 128, 256)
 REFERENCE_ON_CPU = 16
 REFERENCE_ON_GPU = 256
 """The size that is used in any case; on a GPU so many rows take hardly longer than one."""
-SHIFT = 3
-"""By which rows are moved to see whether their place matters."""
-SCORED = 64
-"""Positions whose logits are compared too."""
+NUM_TOGETHER = 3
+"""Sequences that share passes in the check."""
+TRIAL = "trial of passes"
+TRIAL_RANK = 8
+"""Name and rank of the check's adapter."""
 
 
 class InvariantPasses:
@@ -94,7 +97,9 @@ def cut_parts(parts: Sequence[Part], max_rows: int) -> Iterator[list[Part]]:
 
 
 @torch.inference_mode()
-def make_invariant(base: BaseModel, passes: PagedPasses, cache: KvCache) -> InvariantPasses:
+def make_invariant(
+    base: BaseModel, lora: LoraModel, passes: PagedPasses, cache: KvCache
+) -> InvariantPasses:
     """Finds the numbers of rows that give a position the same bits, by trying them on random tokens.
 
     Raises:
@@ -103,57 +108,74 @@ def make_invariant(base: BaseModel, passes: PagedPasses, cache: KvCache) -> Inva
     on_cpu = base.input_device.type == "cpu"
     sizes = SIZES_ON_CPU if on_cpu else SIZES_ON_GPU
     reference = REFERENCE_ON_CPU if on_cpu else REFERENCE_ON_GPU
-    room = min(base.context_length, cache.num_positions)
+    room = min(base.context_length, cache.num_positions // NUM_TOGETHER - cache.page_size)
     generator = torch.Generator().manual_seed(0)
-    tokens_P = torch.randint(base.vocab_size, (room,), generator=generator).numpy()
+    tokens_P = torch.randint(base.vocab_size, (max(room, 1),), generator=generator).numpy()
+    config = LoraConfig(lora_rank=TRIAL_RANK, seed=0, train_mlp=not lora.has_experts)
+    lora.add_fresh_adapter(find_key(TRIAL), config)
+    for parameter in lora.named_parameters(find_key(TRIAL)).values():
+        parameter.normal_(std=0.02)
 
-    def compute(size: int, num_tokens: int, shift: int) -> tuple[Tensor, Tensor]:
+    def compute(size: int, cuts: Sequence[int], together: int = 1) -> list[tuple[Tensor, Tensor]]:
         one_size = InvariantPasses(passes, [size], sizes[0])
-        return compute_sequence(one_size, cache, tokens_P[:num_tokens], shift)
-
-    wanted = compute(reference, sizes[-1] + SHIFT, shift=0)
+        return compute_sequences(one_size, cache, tokens_P[: cuts[-1]], cuts, together)
 
     def agrees(size: int) -> bool:
+        """A whole pass; one token alone, which moves the others' rows; several sequences in a pass."""
+        trials = [
+            compute(size, [size]),
+            compute(size, [1, size]),
+            compute(size, [1, max(2, size // 2)], NUM_TOGETHER),
+        ]
         return all(
             torch.equal(found, expected[: len(found)])
-            for shift in (0, SHIFT)
-            for found, expected in zip(compute(size, size + shift, shift), wanted, strict=True)
+            for trial in trials
+            for results in trial
+            for found, expected in zip(results, wanted, strict=True)
         )
 
-    if not agrees(reference):
+    try:
+        (wanted,) = compute(reference, [min(room, sizes[-1])])
+        usable = [size for size in sizes if size <= room and agrees(size)]
+    finally:
+        lora.remove_adapter(find_key(TRIAL))
+    if reference not in usable:
         raise SettingsError(
             "batch_invariant is true, but this machine's kernels compute the rows of one product in "
-            "different ways; leave it false"
+            "different ways, or max_context_length or sampling_cache_gib leave less than "
+            f"{reference} tokens to find out; leave it false"
         )
-    usable = [size for size in sizes if size == reference or agrees(size)]
     logger.info("batch-invariant passes have rows=%s", usable)
     return InvariantPasses(passes, usable, sizes[0])
 
 
-def compute_sequence(
-    passes: InvariantPasses, cache: KvCache, tokens_P: Int64Array, shift: int
-) -> tuple[Tensor, Tensor]:
-    """Last hidden states [P, D] of a sequence, and logits [R, V] of its first tokens.
+def compute_sequences(
+    passes: InvariantPasses,
+    cache: KvCache,
+    tokens_P: Int64Array,
+    cuts: Sequence[int],
+    together: int,
+) -> list[tuple[Tensor, Tensor]]:
+    """Last hidden states [P, D] and logits [P, V] of each of several equal sequences.
 
     Args:
-        shift: tokens of the first pass, if not as many as it has room for.
+        cuts: where the passes end, ascending; the last is the sequence's length.
+        together: how many sequences there are.
     """
-    stored = cache.open(None, tokens_P, reuse=False)
-    cache.reserve(stored, len(tokens_P))
-    bounds = sorted({0, shift, len(tokens_P)})
-    hidden_PD = torch.cat(
-        [
-            passes.run([Part(None, Span(stored, stop - start, start), tokens_P[start:stop])])
-            for start, stop in pairwise(bounds)
+    stored = [cache.open(None, tokens_P, reuse=False) for _ in range(together)]
+    for one in stored:
+        cache.reserve(one, len(tokens_P))
+    hidden: list[list[Tensor]] = [[] for _ in stored]
+    logits: list[list[Tensor]] = [[] for _ in stored]
+    for start, stop in pairwise([0, *cuts]):
+        parts = [
+            Part(TRIAL, Span(one, stop - start, start), tokens_P[start:stop]) for one in stored
         ]
-    )
-    cache.close(stored)
-    hidden_RD = hidden_PD[:SCORED]
-    bounds = sorted({0, shift, len(hidden_RD)})
-    logits_RV = torch.cat(
-        [
-            passes.compute_logits(hidden_RD[start:stop], [None] * (stop - start))
-            for start, stop in pairwise(bounds)
-        ]
-    )
-    return hidden_PD, logits_RV
+        hidden_PD = passes.run(parts)
+        logits_PV = passes.compute_logits(hidden_PD, [TRIAL] * len(hidden_PD))
+        for results, found in ((hidden, hidden_PD), (logits, logits_PV)):
+            for own, part in zip(results, found.split(stop - start), strict=True):
+                own.append(part)
+    for one in stored:
+        cache.close(one)
+    return [(torch.cat(own), torch.cat(other)) for own, other in zip(hidden, logits, strict=True)]

@@ -105,14 +105,15 @@ class TileBatch:
         mask = mask.repeat(1, heads // groups, 1)[:, None]
         parts = [
             attend(query[part], key[part], value[part], scale, mask=mask[part])[0]
-            for part in self._parts(device)
+            for part in self._parts(query)
         ]
         out = torch.cat(parts).unflatten(2, (-1, QUERY_TILE)).permute(0, 3, 1, 2, 4)
         out_PHE[row_P] = out.flatten(2, 3).flatten(0, 1)[place_P]
 
-    def _parts(self, device: torch.device) -> list[slice]:
-        """All together on the CPU, whose kernel works on each alone; else one after another."""
-        if device.type == "cpu":
+    def _parts(self, query: Tensor) -> list[slice]:
+        """All together where the kernel works on each alone, as the CPU's does in float32. In 16 bits
+        it packs its operands or not by how many there are."""
+        if query.device.type == "cpu" and query.dtype == torch.float32:
             return [slice(None)]
         return [slice(index, index + 1) for index in range(self._size)]
 

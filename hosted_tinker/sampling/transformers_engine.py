@@ -27,6 +27,7 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase
 from hosted_tinker.backend_configs import PytorchConfig
 from hosted_tinker.errors import HostedTinkerError, SettingsError
 from hosted_tinker.modeling.base_model import BaseModel, load_base_model, restrict_visible_gpus
+from hosted_tinker.modeling.determinism import deterministic_kernels
 from hosted_tinker.modeling.lora import LoraModel
 from hosted_tinker.sampling.adapters import AdapterCache
 from hosted_tinker.sampling.attention_check import prepare_base_model
@@ -150,17 +151,20 @@ class TransformersEngine:
         return bool(self._waiting or self._prompts or self._running)
 
     @torch.inference_mode()
-    def step(self) -> None:
+    def step(self, *, can_wait: bool = False) -> bool:
         """A step that fails takes the requests with it, and nothing else that the process holds."""
         try:
-            self._step()
+            # A pass of training that this step interrupts may want others.
+            with deterministic_kernels(False):
+                return self._step(can_wait=can_wait)
         except torch.AcceleratorError:
             raise  # The device is lost to this process.
         except RuntimeError as error:
             logger.exception("a step of the sampling engine failed")
             self._fail_all(Failure(f"{type(error).__name__}: {error}", "server"))
+            return True
 
-    def _step(self) -> None:
+    def _step(self, *, can_wait: bool) -> bool:
         self._admit()
         work = self._plan()
         ready: list[tuple[RunningSequence, Tensor]] = []
@@ -168,10 +172,13 @@ class TransformersEngine:
             try:
                 ready = self._compute(work)
             except torch.OutOfMemoryError:
-                self._relieve([owner for owner, _ in work])
-                return
+                torch.cuda.empty_cache()
+                if not can_wait:
+                    self._relieve([owner for owner, _ in work])
+                return not can_wait
         ready += self._start_samples()
         self._advance(ready)
+        return True
 
     # --- what a step computes ---
 
@@ -341,7 +348,6 @@ class TransformersEngine:
     def _relieve(self, owners: Sequence[Owner]) -> None:
         """After a pass for which the device had no memory: the youngest prompt fails, or the
         youngest sequence waits."""
-        torch.cuda.empty_cache()
         youngest = max(owners, key=lambda owner: owner.number)
         prompts = [owner for owner in owners if isinstance(owner, Prompt)]
         if not prompts and len(owners) > 1:
@@ -522,7 +528,7 @@ def make_passes(
         raise SettingsError(
             "batch_invariant is true, but experts compute as many rows as are routed to them"
         )
-    return make_invariant(base, passes, cache)
+    return make_invariant(base, lora, passes, cache)
 
 
 def group_by_adapter(work: Iterable[tuple[Owner, int]]) -> list[tuple[Owner, int]]:

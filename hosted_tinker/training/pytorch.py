@@ -10,11 +10,10 @@ import logging
 import os
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Self
 
-import numpy as np
 import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
@@ -34,6 +33,7 @@ from hosted_tinker.modeling.adapter_files import (
 )
 from hosted_tinker.modeling.base_model import BaseModel, load_base_model, restrict_visible_gpus
 from hosted_tinker.modeling.decoder_pass import DecoderPass
+from hosted_tinker.modeling.determinism import deterministic_kernels
 from hosted_tinker.modeling.lora import LoraModel, clone_to_cpu
 from hosted_tinker.modeling.recomputation import enable_gradient_checkpointing
 from hosted_tinker.modeling.turn_points import TurnPoint, never_turn
@@ -41,11 +41,10 @@ from hosted_tinker.training.backend import ReportProgress
 from hosted_tinker.training.joint_pass import JointPass
 from hosted_tinker.training.lora_checks import check_lora, check_same_shape
 from hosted_tinker.training.optim import AdamOptimizer, check_optimizer_state
-from hosted_tinker.training.token_budget import find_token_budget
+from hosted_tinker.training.token_probe import probe_token_budget
 from hosted_tinker.types import (
     AdamParams,
     BaseModelInfo,
-    Datum,
     ForwardBackward,
     ForwardBackwardOutput,
     LoraConfig,
@@ -57,9 +56,8 @@ logger = logging.getLogger(__name__)
 MICRO_BATCH_TOKENS_ON_CPU = 1024
 MICRO_BATCH_TOKENS_ON_GPU = 8192
 """More compute no faster, and take more memory."""
-PROBE_TOKENS = 32
 PROBE_RANK = 32
-"""Of the pass, and of its adapter, with which it is measured what memory a token takes."""
+"""Of the adapter with which it is measured what memory a token takes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,10 +102,11 @@ class PytorchBackend:
             one_by_one=config.batch_invariant,
             turn=turn,
         )
-        self._max_tokens = config.micro_batch_tokens
+        on_gpu = base.input_device.type == "cuda"
+        most = MICRO_BATCH_TOKENS_ON_GPU if on_gpu else MICRO_BATCH_TOKENS_ON_CPU
+        self._max_tokens = config.micro_batch_tokens or most
         self._runs: dict[str, Run] = {}
         self._snapshots: dict[str, Snapshot] = {}
-        on_gpu = base.input_device.type == "cuda"
         every = on_gpu if config.gradient_checkpointing is None else config.gradient_checkpointing
         if every:
             enable_gradient_checkpointing(base, int(every))
@@ -118,7 +117,19 @@ class PytorchBackend:
         restrict_visible_gpus(config, "trainer")
         report_progress(f"loading {base_model}")
         base = load_base_model(base_model, config, "trainer")
-        return cls(base_model, base, LoraModel(base.module), config)
+        backend = cls(base_model, base, LoraModel(base.module), config)
+        backend.fit_to_memory()
+        return backend
+
+    def fit_to_memory(self) -> None:
+        """Makes micro-batches smaller where the memory that is free now asks for it.
+
+        Called once all else that is to stay in memory is there, and before the first run.
+        """
+        if self._config.micro_batch_tokens is None and not self._config.batch_invariant:
+            rank = min(PROBE_RANK, self._config.max_lora_rank)
+            budget = probe_token_budget(self._base, self._lora, self._passes, rank)
+            self._max_tokens = min(self._max_tokens, budget or self._max_tokens)
 
     def describe_base_model(self) -> BaseModelInfo:
         return self._base.describe()
@@ -221,6 +232,9 @@ class PytorchBackend:
         except UserError as error:
             if len(operations) == 1:
                 return [error]
+        except torch.AcceleratorError as error:
+            logger.exception("the device is lost to this process, which ends")
+            raise SystemExit(1) from error
         except RuntimeError as error:
             # Here too: what has been added to other runs' gradients must not fail with it.
             if len(operations) == 1:
@@ -235,14 +249,14 @@ class PytorchBackend:
             for one in operations
         }
         longest = max(len(datum.tokens) for one in operations for datum in one.data)
-        if self._max_tokens is None:
-            self._max_tokens = self._find_max_tokens()
         while True:
             # What follows comes after the block, where the failed pass's tensors are free again.
-            with suppress(torch.OutOfMemoryError):
+            invariant = self._config.batch_invariant
+            with suppress(torch.OutOfMemoryError), deterministic_kernels(invariant):
                 outputs, gradients = self._passes.run(operations, parameters, self._max_tokens)
                 break
-            if self._max_tokens <= longest:
+            # Passes of one sequence each can't be smaller.
+            if invariant or self._max_tokens <= longest:
                 raise UserError(
                     f"out of memory on {sum(one.num_tokens for one in operations)} tokens, the "
                     f"longest sequence {longest}; nothing was accumulated. Send shorter sequences"
@@ -253,30 +267,6 @@ class PytorchBackend:
         for run, own in gradients.items():
             accumulate(parameters[run], own)
         return outputs
-
-    def _find_max_tokens(self) -> int:
-        """Of a micro-batch: what memory allows, but no more than is of use."""
-        on_gpu = self._base.input_device.type == "cuda"
-        most = MICRO_BATCH_TOKENS_ON_GPU if on_gpu else MICRO_BATCH_TOKENS_ON_CPU
-        probe = "token budget probe"
-        lora = LoraConfig(lora_rank=min(PROBE_RANK, self._config.max_lora_rank), seed=0)
-        self._lora.add_fresh_adapter(probe, replace(lora, train_mlp=not self._lora.has_experts))
-        parameters = {probe: list(self._lora.named_parameters(probe).values())}
-
-        def run_pass(num_tokens: int) -> None:
-            tokens = np.zeros(num_tokens, np.int64)
-            inputs = {"target_tokens": tokens, "weights": np.ones(num_tokens, np.float32)}
-            operation = ForwardBackward(probe, [Datum(tokens, inputs)], "cross_entropy")
-            self._passes.run([operation], parameters, num_tokens)
-
-        devices = {parameter.device for parameter in self._base.module.parameters()}
-        try:
-            count = min(PROBE_TOKENS, self._base.context_length // 2)
-            return min(most, find_token_budget(run_pass, sorted(devices, key=str), count))
-        except torch.OutOfMemoryError:
-            return most
-        finally:
-            self._lora.remove_adapter(probe)
 
     def _check_adapter(
         self, adapter: Mapping[str, Tensor], lora: LoraConfig

@@ -17,27 +17,39 @@ SHARE_OF_FREE_MEMORY = 0.5
 """Of what is free. The rest is for optimizers of new runs, and for what the probe does not see."""
 CPU = torch.device("cpu")
 CGROUP_FILES = (
-    ("memory.max", "memory.current"),
-    ("memory/memory.limit_in_bytes", "memory/memory.usage_in_bytes"),
+    ("memory.max", "memory.current", "memory.stat", "inactive_file"),
+    (
+        "memory/memory.limit_in_bytes",
+        "memory/memory.usage_in_bytes",
+        "memory/memory.stat",
+        "total_inactive_file",
+    ),
 )
+"""Of cgroup v2 and v1: limit, use, and how much of the use is files that can be dropped."""
 
 Bytes = dict[torch.device, int]
 
 
 def find_token_budget(
-    run_pass: Callable[[int], None], devices: Sequence[torch.device], probe_tokens: int
-) -> int:
+    run_pass: Callable[[int], None], parameters: Sequence[Tensor], probe_tokens: int
+) -> int | None:
     """Tokens of a forward and backward pass for which the free memory suffices. At least 1.
 
-    Two passes are measured, of `probe_tokens` and of twice as many: constant parts cancel out.
+    Two passes are measured, of `probe_tokens` and of twice as many: constant parts cancel out. One
+    before them makes what is made once.
 
     Args:
         run_pass: runs one of so many tokens.
-        devices: those with parameters.
+        parameters: what is there at any size, on all devices of the model.
+
+    Returns:
+        None if the larger pass took no more.
     """
+    devices = sorted({parameter.device for parameter in parameters}, key=str)
+    run_pass(probe_tokens)
     measured: list[Bytes] = []
     for count in (probe_tokens, 2 * probe_tokens):
-        with measure_memory(devices) as peak:
+        with measure_memory(parameters, devices) as peak:
             run_pass(count)
         measured.append(peak)
     few, many = measured
@@ -46,29 +58,35 @@ def find_token_budget(
         for device in devices
         if many[device] > few[device]
     ]
-    budget = max(1, int(min(budgets, default=1)))
+    if not budgets:
+        return None
+    budget = max(1, int(min(budgets)))
     logger.info("memory suffices for passes of %d tokens", budget)
     return budget
 
 
 @contextmanager
-def measure_memory(devices: Sequence[torch.device]) -> Generator[Bytes]:
+def measure_memory(
+    parameters: Sequence[Tensor], devices: Sequence[torch.device]
+) -> Generator[Bytes]:
     """What a pass takes beyond what is there: on a GPU the peak, on the CPU what backward keeps.
 
-    The dictionary is filled when the block ends.
+    On the CPU the activations of a layer that is recomputed are not seen. The dictionary is filled
+    when the block ends.
     """
     peak: Bytes = dict.fromkeys(devices, 0)
     gpus = [device for device in devices if device.type == "cuda"]
     before = {gpu: torch.cuda.memory_allocated(gpu) for gpu in gpus}
     for gpu in gpus:
         torch.cuda.reset_peak_memory_stats(gpu)
+    constant = {parameter.untyped_storage().data_ptr() for parameter in parameters}
     kept: dict[int, int] = {}
 
     def note(tensor: Tensor) -> Tensor:
-        if tensor.device.type == "cpu" and not tensor.is_leaf:
-            storage = tensor.untyped_storage()
+        storage = tensor.untyped_storage()
+        if tensor.device.type == "cpu" and storage.data_ptr() not in constant:
             kept[storage.data_ptr()] = storage.nbytes()
-        return tensor
+        return tensor.detach()
 
     with saved_tensors_hooks(note, lambda tensor: tensor):
         yield peak
@@ -83,24 +101,30 @@ def find_free_bytes(device: torch.device) -> int:
     if device.type == "cuda":
         free, _ = torch.cuda.mem_get_info(device)
         return free + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
-    return min(read_available_bytes(), read_cgroup_room() or 2**63)
+    room = read_cgroup_room()
+    available = read_available_bytes()
+    return available if room is None else min(available, room)
 
 
 def read_available_bytes(path: Path = Path("/proc/meminfo")) -> int:
     """Of the machine, what can be had without swapping."""
-    fields: Mapping[str, str] = dict(
-        line.split(":", 1) for line in path.read_text().splitlines() if ":" in line
-    )
-    return int(fields["MemAvailable"].split()[0]) * 1024
+    return int(read_fields(path.read_text().replace(":", " "))["MemAvailable"]) * 1024
 
 
 def read_cgroup_room(root: Path = Path("/sys/fs/cgroup")) -> int | None:
-    """What a container's limit leaves (cgroup v2, or v1); None where there is no limit."""
-    for limit_file, used_file in CGROUP_FILES:
+    """What a container's limit leaves, cached files dropped; None where there is no limit."""
+    for limit_file, used_file, stat_file, droppable in CGROUP_FILES:
         try:
             limit = (root / limit_file).read_text().strip()
             used = int((root / used_file).read_text())
+            files = int(read_fields((root / stat_file).read_text()).get(droppable, 0))
         except OSError:
             continue
-        return None if limit == "max" else max(0, int(limit) - used)
+        return None if limit == "max" else max(0, int(limit) - used + files)
     return None
+
+
+def read_fields(text: str) -> Mapping[str, str]:
+    """Of lines such as `name 123 kB`."""
+    rows = (line.split() for line in text.splitlines())
+    return {row[0]: row[1] for row in rows if len(row) > 1}

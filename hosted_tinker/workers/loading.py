@@ -12,19 +12,16 @@ from hosted_tinker.sampling.engine import SamplingEngine
 from hosted_tinker.training.backend import ReportProgress, TrainBackend
 from hosted_tinker.workers.messages import WorkerSpec
 from hosted_tinker.workers.sampling_lane import SamplingResults
+from hosted_tinker.workers.shared_device import DeviceQueue
 
 
 @dataclass(frozen=True, slots=True)
 class SharedModel:
-    """A backend and an engine on one base model.
-
-    Attributes:
-        finish_kernels: waits until the device has computed what it was given.
-    """
+    """A backend and an engine on one base model, and the queue of their device."""
 
     backend: TrainBackend
     engine: SamplingEngine
-    finish_kernels: Callable[[], None]
+    queue: DeviceQueue
 
 
 def load_backend(spec: WorkerSpec, report_progress: ReportProgress) -> TrainBackend:
@@ -76,9 +73,8 @@ def load_shared(
     Args:
         turn: called between the layers of a training pass; it may step the engine.
     """
-    import torch
-
     from hosted_tinker.modeling.base_model import load_base_model, restrict_visible_gpus
+    from hosted_tinker.modeling.device_queue import CpuQueue, CudaQueue
     from hosted_tinker.modeling.lora import LoraModel
     from hosted_tinker.modeling.turn_points import add_turn_points
     from hosted_tinker.sampling.attention_check import prepare_base_model
@@ -86,9 +82,9 @@ def load_shared(
     from hosted_tinker.training.pytorch import PytorchBackend
 
     config = spec.backend_config
-    restrict_visible_gpus(config, "sampler")
+    restrict_visible_gpus(config, "shared")
     report_progress(f"loading {spec.base_model}")
-    base = load_base_model(spec.base_model, config, "sampler")
+    base = load_base_model(spec.base_model, config, "shared")
     prepare_base_model(base, spec.base_model)
     add_turn_points(base, turn)
     lora = LoraModel(base.module)
@@ -96,5 +92,7 @@ def load_shared(
     engine = TransformersEngine(
         base, lora, load_tokenizer(spec.base_model), config, results.finish, results.report
     )
-    on_gpu = base.input_device.type == "cuda"
-    return SharedModel(backend, engine, torch.cuda.synchronize if on_gpu else lambda: None)
+    # Now that the engine has its cache.
+    backend.fit_to_memory()
+    queue = CudaQueue() if base.input_device.type == "cuda" else CpuQueue()
+    return SharedModel(backend, engine, queue)

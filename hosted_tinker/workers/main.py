@@ -1,6 +1,6 @@
 """A worker process: receives calls, runs them, replies. `python -m hosted_tinker.workers.main FD`.
 
-The first message on the pipe is the `WorkerSpec`. One thread reads the pipe; the main thread owns the
+The first message on the pipe is the `WorkerSpec`. One thread reads the pipe; the main thread runs the
 model; one that trains has a third that writes checkpoints.
 """
 
@@ -12,7 +12,6 @@ import signal
 import sys
 from multiprocessing.connection import Connection
 
-from hosted_tinker.errors import HostedTinkerError
 from hosted_tinker.workers.loading import load_backend, load_engine, load_shared
 from hosted_tinker.workers.messages import LoadFailed, Progress, Ready, WorkerSpec
 from hosted_tinker.workers.pipe import Pipe
@@ -33,8 +32,6 @@ def main() -> None:
     serve = {"trainer": serve_trainer, "sampler": serve_sampler, "shared": serve_both}[spec.role]
     try:
         serve(spec, pipe)
-    except HostedTinkerError as error:
-        pipe.send(LoadFailed(describe_failure(error)))
     except Exception as error:  # noqa: BLE001 - the process ends; the parent logs and restarts it
         pipe.send(LoadFailed(describe_failure(error)))
     os._exit(1)
@@ -70,7 +67,7 @@ def serve_both(spec: WorkerSpec, pipe: Pipe) -> None:
     device.run_forever(
         TrainingLane(both.backend, pipe.send),
         SamplingLane(both.engine, results, pipe.send),
-        both.finish_kernels,
+        both.queue,
     )
 
 

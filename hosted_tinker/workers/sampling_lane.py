@@ -53,7 +53,7 @@ class SamplingResults:
 
 
 class SamplingLane:
-    """One thread calls it: `accept` whenever calls arrive, `step` while there is work."""
+    """One at a time: `accept` whenever calls arrive, `step` while there is work."""
 
     def __init__(
         self, engine: SamplingEngine, results: SamplingResults, send: Callable[[FromWorker], None]
@@ -67,9 +67,11 @@ class SamplingLane:
     def has_work(self) -> bool:
         return self._engine.has_work
 
-    def step(self) -> None:
-        self._engine.step()
+    def step(self, *, can_wait: bool = False) -> bool:
+        """See `SamplingEngine.step`."""
+        done = self._engine.step(can_wait=can_wait)
         self._results.send_tokens()
+        return done
 
     def accept(self, call: Call) -> None:
         match call.operation:

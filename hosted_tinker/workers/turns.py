@@ -11,7 +11,8 @@ class Turns:
     """Weighted fair queueing of two flows (Goyal et al. 1996, start-time fair queueing).
 
     Each side's clock runs by the seconds that it used over its share; whose clock is behind goes
-    next. A side that had nothing to do gets nothing for that time.
+    next. A side that had nothing to do gets nothing for that time: its clock is set to where the
+    last slice of the device began.
     """
 
     def __init__(self, sampling_share: float) -> None:
@@ -21,16 +22,18 @@ class Turns:
             "sampling": sampling_share,
         }
         self._clocks: dict[Side, float] = {"training": 0.0, "sampling": 0.0}
+        self._last_start = 0.0
 
     @property
     def sampling_is_due(self) -> bool:
         """Whether sampling goes next where both could."""
-        return self._clocks["sampling"] <= self._clocks["training"]
+        return self._clocks["sampling"] < self._clocks["training"]
 
     def begin(self, side: Side) -> None:
         """The side has something to do again."""
-        self._clocks[side] = max(self._clocks.values())
+        self._clocks[side] = max(self._clocks[side], self._last_start)
 
     def charge(self, side: Side, seconds: float) -> None:
         """The side has used the device."""
+        self._last_start = self._clocks[side]
         self._clocks[side] += seconds / self._shares[side]

@@ -220,6 +220,24 @@ def test_a_run_answers_with_its_newest_weights(
     assert tokens == reference.generate(prompt, 20)
 
 
+def test_usage_says_what_of_the_prompt_was_cached(client: openai.OpenAI) -> None:
+    """Whole pages of 64 tokens, of which at least one token is left to compute."""
+    prompts = ["one two three four " * 40, "five six seven eight " * 40]
+    fields: Any = {"model": MODEL, "prompt": prompts, "max_tokens": 2}
+    first, again = (client.completions.create(**fields).usage for _ in range(2))
+    assert first is not None
+    assert first.prompt_tokens_details is not None
+    assert first.prompt_tokens_details.cached_tokens == 0
+    for chunk in client.completions.create(
+        **fields, stream=True, stream_options={"include_usage": True}
+    ):
+        streamed = chunk.usage
+    assert again is not None
+    assert again.prompt_tokens_details is not None
+    assert again.prompt_tokens_details.cached_tokens > again.prompt_tokens - 2 * 65
+    assert streamed == again
+
+
 def test_a_stream_whose_engine_dies_ends_with_an_error(
     server: RunningServer, client: openai.OpenAI
 ) -> None:

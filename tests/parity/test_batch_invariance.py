@@ -11,10 +11,11 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from transformers import AutoModelForCausalLM
 
 from hosted_tinker.default_model import ensure_default_model
 from hosted_tinker.types import SampleOutput
-from tests.integration.tiny_engine import PROMPT, Harness, save_model
+from tests.integration.tiny_engine import PROMPT, Harness, save_model, save_random_adapter
 from tests.parity.tiny_runs import REQUESTS, load, make_request, save_tiny_llama, take_gradients
 
 NEIGHBOURS = st.lists(
@@ -44,29 +45,38 @@ def engine(sampling_model: Path) -> Harness:
     return Harness(sampling_model, batch_invariant=True)
 
 
-def ask(harness: Harness, request_id: str, prompt: Any, adapter: str | None) -> None:
-    harness.add(
-        request_id,
-        prompt,
-        adapter=adapter,
-        max_tokens=30,
-        seed=3,
-        stop=(),
-        topk_sample_logprobs=4,
-        prompt_logprobs=True,
-        topk_prompt_logprobs=2,
-    )
+WAYS: dict[str, dict[str, Any]] = {
+    "samples": {"num_samples": 3, "topk_sample_logprobs": 4},
+    "greedy": {"temperature": 0.0},
+    "cut": {"top_k": 20, "top_p": 0.9, "num_samples": 2},
+    "scored": {"prompt_logprobs": True, "topk_prompt_logprobs": 2, "prompt_alt_tokens_k": 3},
+}
+
+
+def ask(
+    harness: Harness, request_id: str, prompt: Any, adapter: str | None, way: str = "scored"
+) -> None:
+    fields = {"max_tokens": 30, "seed": 3, "stop": (), **WAYS[way]}
+    harness.add(request_id, prompt, adapter=adapter, **fields)
+
+
+def list_arrays(output: SampleOutput) -> list[Any]:
+    """Everything in the output that is a number."""
+    tables = [
+        output.topk_prompt_logprobs,
+        *(sequence.topk_logprobs for sequence in output.sequences),
+    ]
+    return [
+        output.prompt_logprobs,
+        *(output.prompt_alt_tokens or ()),
+        *(part for table in tables if table for part in (table.token_ids, table.logprobs)),
+        *(part for one in output.sequences for part in (one.tokens, one.logprobs)),
+    ]
 
 
 def assert_same_bits(one: SampleOutput, other: SampleOutput) -> None:
-    for mine, theirs in zip(one.sequences, other.sequences, strict=True):
-        np.testing.assert_array_equal(mine.tokens, theirs.tokens)
-        np.testing.assert_array_equal(mine.logprobs, theirs.logprobs)
-        assert mine.topk_logprobs is not None
-        assert theirs.topk_logprobs is not None
-        np.testing.assert_array_equal(mine.topk_logprobs.logprobs, theirs.topk_logprobs.logprobs)
-    assert one.prompt_logprobs is not None
-    np.testing.assert_array_equal(one.prompt_logprobs, other.prompt_logprobs)
+    for mine, theirs in zip(list_arrays(one), list_arrays(other), strict=True):
+        np.testing.assert_array_equal(mine, theirs)
 
 
 @settings(max_examples=25)
@@ -75,6 +85,7 @@ def assert_same_bits(one: SampleOutput, other: SampleOutput) -> None:
     adapter=st.sampled_from([None, "a0", "a3"]),
     length=st.integers(1, 150),
     head_start=st.integers(0, 12),
+    way=st.sampled_from(sorted(WAYS)),
     seed=st.integers(0, 99),
 )
 def test_a_sample_does_not_depend_on_its_neighbours(
@@ -84,25 +95,52 @@ def test_a_sample_does_not_depend_on_its_neighbours(
     adapter: str | None,
     length: int,
     head_start: int,
+    way: str,
     seed: int,
 ) -> None:
     """Nor on where its prompt is cut, on what is cached, or on making room for others: alone in an
-    engine of its own, and in one with small chunks and few pages that others use."""
+    engine of its own, and in one with small chunks and few pages that others use, where earlier
+    requests of its adapter begin like it."""
     rng = np.random.default_rng(seed)
     prompt = rng.integers(1, 300, length)
     small = {"prefill_chunk_tokens": 1 + seed, "sampling_cache_gib": 13 * 64 * 512 / 2**30}
     crowded = Harness(sampling_model, batch_invariant=True, max_context_length=300, **small)
     for index, (other, size, max_tokens) in enumerate(neighbours):
-        tokens = np.concatenate([prompt[: index * 10], rng.integers(1, 300, size)])
+        tokens = np.concatenate([prompt[: index * 20], rng.integers(1, 300, size)])
         crowded.add(f"n{index}", tokens, adapter=other, max_tokens=max_tokens, seed=index, stop=())
     for _ in range(head_start):
         if crowded.engine.has_work:
             crowded.engine.step()
-    ask(crowded, "asked", prompt, adapter)
+    ask(crowded, "asked", prompt, adapter, way)
     crowded.drain()
-    ask(engine, "asked", prompt, adapter)
+    ask(engine, "asked", prompt, adapter, way)
     engine.drain()
     assert_same_bits(crowded.output("asked"), engine.results.pop("asked"))  # pyright: ignore[reportArgumentType]
+
+
+def test_what_is_found_in_the_cache_has_the_same_bits(sampling_model: Path) -> None:
+    """Pages of a longer prompt that was computed in other passes, and of a completion."""
+    rng = np.random.default_rng(0)
+    prompt = rng.integers(1, 300, 100)
+    fresh, used = (
+        Harness(sampling_model, batch_invariant=True, max_context_length=512) for _ in range(2)
+    )
+    used.add("longer", np.concatenate([prompt, [7] * 90]), adapter="a2", max_tokens=3, seed=1)
+    used.add("other", rng.integers(1, 300, 77), max_tokens=3, seed=1)
+    used.drain()
+    for harness in (fresh, used):
+        ask(harness, "asked", prompt, "a2", "samples")
+        harness.drain()
+    assert used.output("asked").prompt_cache_hit_tokens == 64
+    assert fresh.output("asked").prompt_cache_hit_tokens == 0
+    assert_same_bits(used.output("asked"), fresh.output("asked"))
+    turn = np.concatenate([prompt, used.output("asked").sequences[0].tokens, [5] * 30])
+    alone = Harness(sampling_model, batch_invariant=True)
+    for harness in (alone, used):
+        ask(harness, "turn", turn, "a2", "samples")
+        harness.drain()
+    assert used.output("turn").prompt_cache_hit_tokens == 128
+    assert_same_bits(used.output("turn"), alone.output("turn"))
 
 
 def test_a_sample_is_the_same_within_rounding_as_without_the_mode(
@@ -155,17 +193,23 @@ def test_a_datum_does_not_depend_on_the_data_of_its_request(
 
 
 @pytest.mark.slow
-def test_the_default_model_gives_the_same_bits_in_a_crowd() -> None:
+def test_the_default_model_gives_the_same_bits_in_a_crowd(tmp_path: Path) -> None:
     model = ensure_default_model(print)
     harness = Harness(model, batch_invariant=True)
+    plain = AutoModelForCausalLM.from_pretrained(model)
+    save_random_adapter(plain, tmp_path / "big", seed=0, rank=16)
     rng = np.random.default_rng(0)
     prompt = rng.integers(1, 40000, 200)
-    ask(harness, "alone", prompt, None)
+    harness.model_dir = tmp_path
+    ask(harness, "alone", prompt, "big")
     harness.drain()
     crowded = Harness(model, batch_invariant=True, prefill_chunk_tokens=100)
+    crowded.model_dir = tmp_path
     for index in range(9):
-        crowded.add(f"n{index}", rng.integers(1, 40000, 10 + 30 * index), max_tokens=40, seed=index)
+        tokens = rng.integers(1, 40000, 10 + 30 * index)
+        adapter = "big" if index % 2 else None
+        crowded.add(f"n{index}", tokens, adapter=adapter, max_tokens=40, seed=index)
     crowded.engine.step()
-    ask(crowded, "asked", prompt, None)
+    ask(crowded, "asked", prompt, "big")
     crowded.drain()
     assert_same_bits(crowded.output("asked"), harness.output("alone"))

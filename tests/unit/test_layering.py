@@ -72,6 +72,7 @@ def test_broad_excepts_stand_at_the_process_boundaries_only() -> None:
     allowed = {
         "workers/main.py",
         "workers/sampling_lane.py",
+        "workers/shared_device.py",
         "workers/training_lane.py",
         "training_scheduler.py",
         "sampling_scheduler.py",

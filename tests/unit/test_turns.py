@@ -32,15 +32,26 @@ def test_both_busy_get_their_shares(share: float, slices: list[tuple[float, floa
 def test_idle_time_is_no_credit(idle: str) -> None:
     turns = Turns(0.5)
     busy = "sampling" if idle == "training" else "training"
-    turns.charge(busy, 100.0)
+    for _ in range(100):
+        turns.charge(busy, 1.0)
     turns.begin(idle)
-    turns.charge(idle, 1.0)
+    turns.charge(idle, 1.5)
     assert turns.sampling_is_due == (busy == "sampling")
 
 
-def test_a_sample_that_comes_to_a_busy_trainer_is_next() -> None:
-    turns = Turns(0.1)
-    turns.begin("training")
+@pytest.mark.parametrize("share", [0.1, 0.9])
+def test_a_sample_that_comes_to_a_busy_trainer_is_next(share: float) -> None:
+    turns = Turns(share)
+    for _ in range(10):
+        turns.charge("training", 0.5)
     turns.begin("sampling")
-    turns.charge("training", 0.5)
     assert turns.sampling_is_due
+
+
+@pytest.mark.parametrize("share", [0.1, 0.9])
+def test_a_batch_that_comes_to_a_busy_engine_is_next(share: float) -> None:
+    turns = Turns(share)
+    for _ in range(10):
+        turns.charge("sampling", 0.5)
+    turns.begin("training")
+    assert not turns.sampling_is_due
