@@ -222,12 +222,17 @@ class AdaptedLinear(torch.autograd.Function):
             x_PD = kept[0]
             A, B = parameters[2 * index : 2 * index + 2]
             g_SD = g_PD[where].to(B.dtype)
-            g_down_SR = (g_SD @ B).mul_(scale)
+            g_down_SR = g_SD @ B
             if x_gradient_PD is not None:
-                add_product(x_gradient_PD[where], g_down_SR, A, 1.0)
-            gradients.append(g_down_SR.T @ x_PD[where].to(A.dtype))
-            gradients.append((g_SD.T @ downs[index]).mul_(scale))
+                add_product(x_gradient_PD[where], g_down_SR, A, scale)
+            gradients.append(scaled_product(g_down_SR.T, x_PD[where].to(A.dtype), scale))
+            gradients.append(scaled_product(g_SD.T, downs[index], scale))
         return x_gradient_PD, None, None, None, None, *gradients
+
+
+def scaled_product(one: Tensor, other: Tensor, scale: float) -> Tensor:
+    """`scale` times the product, by one operation."""
+    return torch.addmm(one.new_empty(()), one, other, beta=0, alpha=scale)
 
 
 def add_product(out: Tensor, left: Tensor, right: Tensor, scale: float) -> None:

@@ -222,7 +222,7 @@ def test_a_run_answers_with_its_newest_weights(
 
 def test_usage_says_what_of_the_prompt_was_cached(client: openai.OpenAI) -> None:
     """Whole pages of 64 tokens, of which at least one token is left to compute."""
-    prompts = ["one two three four " * 40, "five six seven eight " * 40]
+    prompts = ["one two three four " * 15, "five six seven eight " * 15]
     fields: Any = {"model": MODEL, "prompt": prompts, "max_tokens": 2}
     first, again = (client.completions.create(**fields).usage for _ in range(2))
     assert first is not None
