@@ -4,9 +4,11 @@
 
 First a `forward_backward` of 2,000 tokens on the default model: through the official SDK and HTTP, and
 by the same backend in a process of its own, in turns. Then one of 8 tokens on a tiny random model,
-where the backend takes next to no time, in four ways: through the SDK, with raw HTTP requests of the
-same bytes, through a server with the fake backend, and by the backend itself. Raw HTTP less backend is
-the server's own part, SDK less raw HTTP is the SDK's.
+where the backend takes next to no time, in five ways: through the SDK, with raw HTTP requests of the
+same bytes, through a server with the fake backend, by the backend itself, and through the SDK with all
+requests sent before the first is answered. Raw HTTP less backend is the server's own part, SDK less raw
+HTTP is the SDK's. What a queued request takes beyond the backend's time is what the device waits for
+between two requests, the SDK's work on the same cores included.
 """
 
 from __future__ import annotations
@@ -107,7 +109,8 @@ def measure_tiny(arguments: argparse.Namespace) -> dict[str, Any]:
     with contextlib.ExitStack() as stack:
         directory = Path(stack.enter_context(tempfile.TemporaryDirectory()))
         make_tiny_model(directory)
-        url = stack.enter_context(running_server(*server_flags(directory)))
+        # Queued requests would share passes otherwise.
+        url = stack.enter_context(running_server(*server_flags(directory), "--joint-tokens", "1"))
         vocabulary = json.dumps({"vocab_size": TINY_SHAPE["vocab_size"]})
         fake_flags = ("--backend", "fake", "--backend-config", vocabulary, *name_flags(directory))
         fake_url = stack.enter_context(running_server(*fake_flags))
@@ -116,6 +119,7 @@ def measure_tiny(arguments: argparse.Namespace) -> dict[str, Any]:
         fake = stack.enter_context(RawRun(fake_url, data))
         ways: dict[str, Measure] = {
             "client": make_client_measure(client, data),
+            "queued": make_queued_measure(client, data),
             "raw_http": raw.measure,
             "raw_http_fake_backend": fake.measure,
             "backend": stack.enter_context(running_backend(directory, data)),
@@ -129,6 +133,7 @@ def measure_tiny(arguments: argparse.Namespace) -> dict[str, Any]:
         **{f"{way}_ms": round(median, 2) for way, median in medians.items()},
         **{f"{way}_p99_ms": to_ms(quantile(values, 0.99)) for way, values in seconds.items()},
         "server_ms": round(medians["raw_http"] - medians["backend"], 2),
+        "gap_ms": round(medians["queued"] - medians["backend"], 2),
         "sdk_ms": round(medians["client"] - medians["raw_http"], 2),
         "submit_ms": to_ms(statistics.median(raw.submit_s)),
         "retrieve_ms": to_ms(statistics.median(raw.retrieve_s)),
@@ -158,6 +163,17 @@ def make_client_measure(client: tinker.ServiceClient, data: list[tinker.Datum]) 
         ]
 
     return measure
+
+
+def make_queued_measure(client: tinker.ServiceClient, data: list[tinker.Datum]) -> Measure:
+    """A request's part of the time that many take which wait for one another."""
+    run = client.create_lora_training_client(base_model=SERVED, rank=RANK, seed=1).result()
+
+    def send_all(calls: int) -> None:
+        for future in [run.forward_backward(data, "cross_entropy") for _ in range(calls)]:
+            future.result()
+
+    return lambda calls: [time_call(lambda: send_all(calls)) / calls]
 
 
 class RawRun:
@@ -237,7 +253,7 @@ def running_backend(model: Path, data: list[tinker.Datum]) -> Iterator[Measure]:
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
-            env={**ENVIRONMENTS["trainer"], **os.environ},
+            env={**ENVIRONMENTS["shared"], **os.environ},
         )
         assert process.stdin is not None
         assert process.stdout is not None
