@@ -17,11 +17,11 @@ from typing import Any
 # As on a machine that has compiled nothing before.
 os.environ["TORCHINDUCTOR_FORCE_DISABLE_CACHES"] = "1"
 
-import torch  # noqa: E402 - reads the environment
-from transformers import AutoModelForCausalLM  # noqa: E402
+import torch
+from transformers import AutoModelForCausalLM
 
-from benchmarks.overhead import time_call  # noqa: E402
-from benchmarks.servers import describe_machine, find_model, make_parser  # noqa: E402
+from benchmarks.overhead import time_call
+from benchmarks.servers import describe_machine, find_model, make_parser
 
 ROUNDS = 5
 SHAPES = {"1024 tokens": (2, 512), "8 tokens": (1, 8)}

@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import math
 import re
-import sys
 from collections.abc import Generator, Iterable, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -79,10 +78,6 @@ class Routing:
             yield
         finally:
             self.segments, self.tile = before
-
-    def use_one(self, adapter: str | None) -> None:
-        """Gives all positions to one adapter, or to the base model."""
-        self.segments = None if adapter is None else [Segment(adapter, 0, sys.maxsize)]
 
 
 def make_segments(adapters: Iterable[str | None], lengths: Iterable[int]) -> list[Segment]:

@@ -7,6 +7,7 @@ every position, one sequence at a time without padding, Adam written out.
 from __future__ import annotations
 
 import math
+import sys
 
 import numpy as np
 import pytest
@@ -16,6 +17,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig, Qwen3Config, Qwen3Mo
 
 from hosted_tinker.backend_configs import PytorchConfig
 from hosted_tinker.errors import HostedTinkerError, NotFoundError, UserError, WorkerFailedError
+from hosted_tinker.modeling.lora import Segment
 from hosted_tinker.training import token_budget
 from hosted_tinker.training.pytorch import PytorchBackend
 from hosted_tinker.types import AdamParams, Datum, ForwardBackward, LoraConfig
@@ -117,6 +119,12 @@ def run_pass(backend, operation):
     if isinstance(result, HostedTinkerError):
         raise result
     return result
+
+
+def give_all_to(backend, run):
+    """All positions of whatever is computed next."""
+    for routing in (backend._lora.routing, backend._lora.head_routing):
+        routing.segments = [Segment(run, 0, sys.maxsize)]
 
 
 def randomise(backend, model_id="run", seed=1):
@@ -292,8 +300,7 @@ def test_peft_loads_a_saved_adapter_and_gives_the_same_logits(any_model_dir, tmp
     with torch.no_grad():
         plain = base(input_ids=tokens).logits
         wanted = PeftModel.from_pretrained(base, directory)(input_ids=tokens).logits
-        backend._lora.routing.use_one("run")
-        backend._lora.head_routing.use_one("run")
+        give_all_to(backend, "run")
         found = backend._base.module(input_ids=tokens).logits
     torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-4)
     assert (plain - wanted).abs().max() > 0.1
@@ -307,8 +314,7 @@ def test_a_fresh_adapter_is_an_exact_no_op(any_model_dir):
     backend.create_model("run", LORA)
     tokens = torch.arange(40)[None]
     with torch.no_grad():
-        backend._lora.routing.use_one("run")
-        backend._lora.head_routing.use_one("run")
+        give_all_to(backend, "run")
         adapted = backend._base.module(input_ids=tokens).logits
         plain = AutoModelForCausalLM.from_pretrained(any_model_dir, dtype=torch.float32)
         assert torch.equal(adapted, plain(input_ids=tokens).logits)
