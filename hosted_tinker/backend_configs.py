@@ -83,7 +83,7 @@ class PytorchConfig(BaseModel):
         Field(
             description="Most tokens of one forward and backward pass, padding included where "
             "there is some. A longer sequence goes alone. Halved where the device runs out of "
-            "memory. Unset: what the free memory allows, by a measurement before the first pass, and at "
+            "memory. Unset: what the free memory allows, by a measurement at the start, and at "
             "most 1024 on the CPU, 8192 on a GPU.",
             ge=1,
         ),

@@ -526,7 +526,8 @@ def make_passes(
         return passes
     if lora.has_experts:
         raise SettingsError(
-            "batch_invariant is true, but experts compute as many rows as are routed to them"
+            "batch_invariant is true, but the experts of this model compute as many rows as are "
+            "routed to them; leave it false"
         )
     return make_invariant(base, lora, passes, cache)
 
