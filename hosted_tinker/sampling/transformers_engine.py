@@ -165,7 +165,7 @@ class TransformersEngine:
             return True
 
     def _step(self, *, can_wait: bool) -> bool:
-        self._admit()
+        self._admit(can_wait=can_wait)
         work = self._plan()
         ready: list[tuple[RunningSequence, Tensor]] = []
         if work:
@@ -182,7 +182,7 @@ class TransformersEngine:
 
     # --- what a step computes ---
 
-    def _admit(self) -> None:
+    def _admit(self, *, can_wait: bool) -> None:
         """Opens waiting requests, first come first served: those of a prompt that is open, and
         others while this step could finish what is open and start its samples."""
         while self._waiting:
@@ -194,6 +194,8 @@ class TransformersEngine:
                 self._fail(request, Failure(str(error), error.category))
                 continue
             except torch.OutOfMemoryError:
+                if can_wait:
+                    return
                 message = "out of memory for one more adapter; have max_sampling_adapters lowered"
                 self._fail(request, Failure(message, "user"))
                 continue

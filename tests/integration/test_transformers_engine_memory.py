@@ -185,3 +185,22 @@ def test_choosing_tokens_without_memory_for_all_is_done_in_parts(
         assert one.tokens.tolist() == other.tokens.tolist()
         assert one.topk_logprobs is not None
         assert one.topk_logprobs.token_ids.shape == (len(one.tokens), 3)
+
+
+def test_an_adapter_without_memory_beside_a_pass_of_training_is_loaded_after_it(
+    model_dir: Path, roomy: Harness, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    harness = Harness(model_dir)
+
+    def fail(*_: object) -> bool:
+        raise torch.OutOfMemoryError
+
+    harness.add("asked", PROMPT, adapter="a1", max_tokens=5, seed=1)
+    with monkeypatch.context() as patch:
+        patch.setattr(harness.engine._adapters, "ensure_loaded", fail)
+        harness.engine.step(can_wait=True)
+    assert harness.engine.has_work
+    harness.drain()
+    expected = roomy.sample(PROMPT, adapter="a1", max_tokens=5, seed=1)
+    found = harness.output("asked").sequences[0].tokens.tolist()
+    assert found == expected.sequences[0].tokens.tolist()
