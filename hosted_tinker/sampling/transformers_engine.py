@@ -1,10 +1,9 @@
 """The embedded sampling engine: continuous batching on a Hugging Face model.
 
 Each step is one pass over the next position of every running sequence and, as far as the step's
-budget goes, over chunks of prompts, whatever their adapters. Keys and values are in pages under one
-budget (`kv_cache`); what is there already of a prompt is not computed again, be it of other samples,
-of other requests or of an earlier turn. Requests that wait with one prompt share its computation.
-When the pages run out, the youngest sequences give theirs up and are computed again later.
+budget goes, over chunks of prompts, whatever their adapters (`step_scheduler`). Keys and values are in
+pages under one budget (`kv_cache`); what is there already of a prompt is not computed again, be it of
+other samples, of other requests or of an earlier turn.
 
 A sequence's tokens depend on its own seed only, up to the rounding of the model's arithmetic: the
 kernels of a larger batch may add in another order.
@@ -14,15 +13,13 @@ from __future__ import annotations
 
 import logging
 import math
-from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from itertools import accumulate
-from typing import cast
 
 import torch
 from torch import Tensor
-from transformers import AutoTokenizer, PreTrainedTokenizerBase
+from transformers import PreTrainedTokenizerBase
 
 from hosted_tinker.backend_configs import PytorchConfig
 from hosted_tinker.errors import HostedTinkerError, SettingsError
@@ -36,25 +33,25 @@ from hosted_tinker.sampling.engine import FinishSample, ReportToken
 from hosted_tinker.sampling.invariant_passes import InvariantPasses, make_invariant
 from hosted_tinker.sampling.kv_cache import KvCache, StoredSequence
 from hosted_tinker.sampling.paged_passes import PagedPasses, Part, allocate_cache, measure_layers
-from hosted_tinker.sampling.prompt_scoring import score_prompt, scores_prompt
+from hosted_tinker.sampling.prompt_scoring import score_prompt
 from hosted_tinker.sampling.sequences import (
     ALTERNATIVES_STREAM,
     SAMPLE_STREAM,
     PendingSample,
     Prompt,
     RunningSequence,
-    StopReason,
     open_request,
 )
 from hosted_tinker.sampling.spans import Span
-from hosted_tinker.sampling.step_plan import plan_step
-from hosted_tinker.sampling.stopping import Decode, StopWatch, watch_for_stop
+from hosted_tinker.sampling.step_scheduler import Owner, StepScheduler
+from hosted_tinker.sampling.stopping import StopWatch, watch_for_stop
 from hosted_tinker.sampling.token_choice import (
     ChosenTokens,
     UniformStream,
     choose_tokens,
     top_logprobs,
 )
+from hosted_tinker.sampling.tokenizer import find_eos_ids, load_tokenizer, make_decode
 from hosted_tinker.types import BaseModelInfo, RenderChat, Sample, TokenizerInfo
 from hosted_tinker.workers.messages import Failure
 
@@ -63,12 +60,6 @@ logger = logging.getLogger(__name__)
 CHUNK_TOKENS_ON_CPU = 256
 CHUNK_TOKENS_ON_GPU = 4096
 """Positions of a step beyond which it takes longer and computes no faster."""
-
-PromptKey = tuple[str | None, bytes, bool]
-"""Adapter name, prompt bytes, and whether the prompt is scored."""
-
-Owner = Prompt | RunningSequence
-"""What has keys and values."""
 
 
 class TransformersEngine:
@@ -93,11 +84,16 @@ class TransformersEngine:
         self._report = report
         self._cache = allocate_cache(base, measure_layers(base), config)
         self._passes = make_passes(base, lora, self._cache, config)
-        self._adapters = AdapterCache(lora, config.max_sampling_adapters)
+        on_cpu = base.input_device.type == "cpu"
+        self._scheduler = StepScheduler(
+            self._cache,
+            AdapterCache(lora, config.max_sampling_adapters),
+            finish,
+            max_sequences=config.max_sampling_sequences,
+            chunk_tokens=config.prefill_chunk_tokens
+            or (CHUNK_TOKENS_ON_CPU if on_cpu else CHUNK_TOKENS_ON_GPU),
+        )
         self._num_requests = 0
-        self._waiting: deque[PendingSample] = deque()
-        self._prompts: dict[PromptKey, Prompt] = {}
-        self._running: list[RunningSequence] = []
 
     @classmethod
     def load(
@@ -135,20 +131,14 @@ class TransformersEngine:
             self._finish(sample.request_id, Failure(str(error), error.category))
         else:
             self._num_requests += 1
-            self._waiting.append(request)
+            self._scheduler.add(request)
 
     def cancel(self, request_id: str) -> None:
-        """Frees what the request holds at once. Unknown ids are ignored."""
-        opened = (request for prompt in self._prompts.values() for request in prompt.requests)
-        running = (sequence.request for sequence in self._running)
-        for request in (*self._waiting, *opened, *running):
-            if request.sample.request_id == request_id:
-                self._fail(request, Failure("cancelled", "user"))
-                return
+        self._scheduler.cancel(request_id)
 
     @property
     def has_work(self) -> bool:
-        return bool(self._waiting or self._prompts or self._running)
+        return self._scheduler.has_work
 
     @torch.inference_mode()
     def step(self, *, can_wait: bool = False) -> bool:
@@ -161,150 +151,24 @@ class TransformersEngine:
             raise  # The device is lost to this process.
         except RuntimeError as error:
             logger.exception("a step of the sampling engine failed")
-            self._fail_all(Failure(f"{type(error).__name__}: {error}", "server"))
+            self._scheduler.fail_all(Failure(f"{type(error).__name__}: {error}", "server"))
             return True
 
     def _step(self, *, can_wait: bool) -> bool:
-        self._admit(can_wait=can_wait)
-        work = self._plan()
-        ready: list[tuple[RunningSequence, Tensor]] = []
-        if work:
-            try:
-                ready = self._compute(work)
-            except torch.OutOfMemoryError:
-                torch.cuda.empty_cache()
-                if not can_wait:
-                    self._relieve([owner for owner, _ in work])
-                return not can_wait
-        ready += self._start_samples()
+        self._scheduler.admit(can_wait=can_wait)
+        work = self._scheduler.plan()
+        ready: list[tuple[RunningSequence, Tensor]] | None = None
+        # What follows comes after the block, where the failed pass's tensors are free again.
+        with suppress(torch.OutOfMemoryError):
+            ready = self._compute(work) if work else []
+        if ready is None:
+            torch.cuda.empty_cache()
+            if not can_wait:
+                self._scheduler.relieve([owner for owner, _ in work])
+            return not can_wait
+        ready += self._scheduler.start_samples(self._score_prompt, self._make_sequence)
         self._advance(ready)
         return True
-
-    # --- what a step computes ---
-
-    def _admit(self, *, can_wait: bool) -> None:
-        """Opens waiting requests, first come first served: those of a prompt that is open, and
-        others while this step could finish what is open and start its samples."""
-        while self._waiting:
-            request = self._waiting[0]
-            try:
-                if not self._ensure_adapter(request.sample):
-                    return
-            except HostedTinkerError as error:
-                self._fail(request, Failure(str(error), error.category))
-                continue
-            except torch.OutOfMemoryError:
-                if can_wait:
-                    return
-                message = "out of memory for one more adapter; have max_sampling_adapters lowered"
-                self._fail(request, Failure(message, "user"))
-                continue
-            keeps_hidden = scores_prompt(request.sample)
-            key = (request.adapter_name, request.sample.prompt.tobytes(), keeps_hidden)
-            if prompt := self._prompts.get(key):
-                request.num_reused = len(prompt.tokens)
-                prompt.requests.append(request)
-            elif self._has_room_for_prompt:
-                tokens = request.sample.prompt
-                stored = self._cache.open(request.adapter_name, tokens, reuse=not keeps_hidden)
-                request.num_reused = stored.num_reused
-                self._prompts[key] = Prompt(
-                    request.adapter_name, tokens, [request], keeps_hidden, stored
-                )
-            else:
-                return
-            self._waiting.popleft()
-
-    def _ensure_adapter(self, sample: Sample) -> bool:
-        """False while the adapters of what is open fill the memory for adapters."""
-        if sample.adapter is None:
-            return True
-        in_use = {owner.adapter for owner in self._owners if owner.adapter is not None}
-        return self._adapters.ensure_loaded(sample.adapter, in_use)
-
-    @property
-    def _owners(self) -> list[Owner]:
-        return [*self._running, *self._prompts.values()]
-
-    @property
-    def _has_room_for_prompt(self) -> bool:
-        unstarted = sum(prompt.num_unstarted for prompt in self._prompts.values())
-        pending = sum(prompt.num_pending for prompt in self._prompts.values())
-        return self._num_free > unstarted and self._chunk_tokens > pending
-
-    @property
-    def _num_free(self) -> int:
-        return self._config.max_sampling_sequences - len(self._running)
-
-    @property
-    def _chunk_tokens(self) -> int:
-        if self._config.prefill_chunk_tokens is not None:
-            return self._config.prefill_chunk_tokens
-        on_cpu = self._base.input_device.type == "cpu"
-        return CHUNK_TOKENS_ON_CPU if on_cpu else CHUNK_TOKENS_ON_GPU
-
-    def _plan(self) -> list[tuple[Owner, int]]:
-        """Who computes how many positions. There is room for them."""
-        owners = sorted(filter(self._may_compute, self._owners), key=lambda owner: owner.number)
-        for owner in owners:
-            if not owner.stored.pages:
-                self._reopen(owner)
-        counts = plan_step([owner.num_pending for owner in owners], self._chunk_tokens)
-        starts = [owner.stored.length for owner in owners]
-        work: list[tuple[Owner, int]] = []
-        for owner, start, count in zip(owners, starts, counts, strict=True):
-            # One that has made room for others since is planned anew in the next step.
-            made_room = owner.stored.length != start
-            if count and not made_room and self._reserve(owner, start + count):
-                work.append((owner, count))
-        return [(owner, count) for owner, count in work if owner.stored.pages]
-
-    def _may_compute(self, owner: Owner) -> bool:
-        """A prompt that gave up its pages waits until one of its samples could have a row: the
-        sequences that have the rows need the pages."""
-        if isinstance(owner, Prompt) and not owner.stored.pages and self._num_free <= 0:
-            return False
-        return owner.num_pending > 0
-
-    def _reopen(self, owner: Owner) -> None:
-        """Finds again what is left of a sequence that gave up its pages."""
-        tokens = owner.read_tokens(0, owner.num_pending)
-        reuse = not (isinstance(owner, Prompt) and owner.keeps_hidden)
-        owner.stored = self._cache.open(owner.adapter, tokens, reuse=reuse)
-
-    def _reserve(self, owner: Owner, length: int) -> bool:
-        """Makes room, at the cost of younger ones. One that finds none gives up what it has."""
-        while not self._cache.reserve(owner.stored, length):
-            if not self._pause_another(owner):
-                self._pause(owner)
-                return False
-        return True
-
-    def _pause_another(self, asker: Owner) -> bool:
-        """Takes the pages of the youngest that came after the asker. False if there is none.
-
-        A sequence takes them of its own prompt too, which can begin no sample without pages to
-        spare, and of any prompt while no row is free to begin one in.
-        """
-
-        def may_be_paused(owner: Owner) -> bool:
-            if not owner.stored.pages or owner is asker:
-                return False
-            if isinstance(asker, RunningSequence) and isinstance(owner, Prompt):
-                return owner.number >= asker.number or self._num_free <= 0
-            return owner.number > asker.number
-
-        holders = list(filter(may_be_paused, self._owners))
-        if holders:
-            self._pause(max(holders, key=lambda owner: owner.number))
-        return bool(holders)
-
-    def _pause(self, owner: Owner) -> None:
-        """Its positions are computed again once there is room."""
-        self._cache.close(owner.stored)
-        if isinstance(owner, Prompt):
-            owner.hidden_PD.clear()
-            owner.logits_V = None
 
     # --- the pass ---
 
@@ -347,61 +211,7 @@ class TransformersEngine:
                 ready.append((owner, logits_V))
         return ready
 
-    def _relieve(self, owners: Sequence[Owner]) -> None:
-        """After a pass for which the device had no memory: the youngest prompt fails, or the
-        youngest sequence waits."""
-        youngest = max(owners, key=lambda owner: owner.number)
-        prompts = [owner for owner in owners if isinstance(owner, Prompt)]
-        if not prompts and len(owners) > 1:
-            logger.warning("out of memory with %d sequences; one waits", len(owners))
-            self._pause(youngest)
-            return
-        if prompts:
-            youngest = max(prompts, key=lambda owner: owner.number)
-        length = len(youngest.read_tokens(0, youngest.stored.length + youngest.num_pending))
-        message = (
-            f"out of memory on a sequence of {length} tokens beside {len(owners) - 1} others; have "
-            "the server's prefill_chunk_tokens, sampling_cache_gib or max_sampling_sequences lowered"
-        )
-        requests = (
-            [youngest.request] if isinstance(youngest, RunningSequence) else youngest.requests
-        )
-        for request in [*requests]:
-            self._fail(request, Failure(message, "user"))
-
     # --- tokens ---
-
-    def _start_samples(self) -> list[tuple[RunningSequence, Tensor]]:
-        """New sequences of prompts that are computed, first come first served, while there is a
-        free row and a page."""
-        started: list[tuple[RunningSequence, Tensor]] = []
-        for key, prompt in [*self._prompts.items()]:
-            if prompt.logits_V is None:
-                continue
-            for request in [*prompt.requests]:
-                if not self._score_prompt(request, prompt):
-                    continue
-                while request.num_unstarted and self._num_free > 0:
-                    stored = self._branch(prompt)
-                    if stored is None:
-                        return started
-                    sequence = self._make_sequence(request, stored)
-                    self._running.append(sequence)
-                    started.append((sequence, prompt.logits_V))
-                if request.num_unstarted:
-                    return started
-                prompt.requests.remove(request)
-            self._prompts.pop(key, None)
-        return started
-
-    def _branch(self, prompt: Prompt) -> StoredSequence | None:
-        """The prompt's positions for one more sample; the last one takes the prompt's own."""
-        if prompt.num_unstarted == 1:
-            return prompt.stored
-        while (stored := self._cache.fork(prompt.stored)) is None:
-            if not self._pause_another(prompt):
-                return None
-        return stored
 
     def _make_sequence(self, request: PendingSample, stored: StoredSequence) -> RunningSequence:
         index = request.num_started
@@ -434,7 +244,7 @@ class TransformersEngine:
         except torch.OutOfMemoryError:
             length = len(prompt.tokens)
             message = f"out of memory scoring {length} tokens; have logits_chunk_tokens lowered"
-            self._fail(request, Failure(message, "user"))
+            self._scheduler.fail(request, Failure(message, "user"))
             return False
         return True
 
@@ -462,7 +272,7 @@ class TransformersEngine:
         torch.cuda.empty_cache()
         if len(rows) == 1:
             message = "out of memory choosing a token; have the server's sampling_cache_gib lowered"
-            self._fail(sequences[0].request, Failure(message, "user"))
+            self._scheduler.fail(sequences[0].request, Failure(message, "user"))
             return
         half = len(rows) // 2
         self._choose(rows[:half])
@@ -470,12 +280,12 @@ class TransformersEngine:
 
     def _take(self, sequences: Sequence[RunningSequence], chosen: ChosenTokens) -> None:
         for sequence, token, logprob in zip(sequences, chosen.tokens, chosen.logprobs, strict=True):
-            if sequence not in self._running:
+            if not self._scheduler.is_running(sequence):
                 continue  # Its request failed with another of its sequences.
             if math.isnan(logprob):
                 name = sequence.adapter or "the base model"
                 message = f"weights {name!r} give logits that are not numbers; they have diverged"
-                self._fail(sequence.request, Failure(message, "user"))
+                self._scheduler.fail(sequence.request, Failure(message, "user"))
                 continue
             reason = sequence.append(token, logprob)
             if sequence.request.sample.stream:
@@ -483,40 +293,7 @@ class TransformersEngine:
                     sequence.request.sample.request_id, sequence.describe_last_token(reason)
                 )
             if reason is not None:
-                self._end(sequence, reason)
-
-    def _end(self, sequence: RunningSequence, reason: StopReason) -> None:
-        self._running.remove(sequence)
-        self._cache.close(sequence.stored)
-        sequence.end(reason)
-        output = sequence.request.output
-        if output is not None:
-            self._finish(sequence.request.sample.request_id, output)
-
-    def _fail_all(self, failure: Failure) -> None:
-        """Ends every request. Keys and values that were counted are as good as before."""
-        requests = [
-            *(sequence.request for sequence in self._running),
-            *(request for prompt in self._prompts.values() for request in prompt.requests),
-            *self._waiting,
-        ]
-        for request in dict.fromkeys(requests):
-            self._fail(request, failure)
-
-    def _fail(self, request: PendingSample, failure: Failure) -> None:
-        """Drops a request, whatever has become of it."""
-        if request in self._waiting:
-            self._waiting.remove(request)
-        for key, prompt in [*self._prompts.items()]:
-            if request in prompt.requests:
-                prompt.requests.remove(request)
-                if not prompt.requests:
-                    self._cache.close(prompt.stored)
-                    del self._prompts[key]
-        for sequence in [one for one in self._running if one.request is request]:
-            self._running.remove(sequence)
-            self._cache.close(sequence.stored)
-        self._finish(request.sample.request_id, failure)
+                self._scheduler.end(sequence, reason)
 
 
 def make_passes(
@@ -554,35 +331,3 @@ def record_topk(sequences: Sequence[RunningSequence], chosen: ChosenTokens) -> N
         topk = sequences[row].topk
         sequences[row].topk_token_ids.append(token_ids_K[:topk])
         sequences[row].topk_logprobs.append(logprobs_K[:topk])
-
-
-def load_tokenizer(base_model: str) -> PreTrainedTokenizerBase | None:
-    """None if the model comes without one; stop strings are refused then."""
-    try:
-        return AutoTokenizer.from_pretrained(base_model)
-    except (OSError, ValueError, ImportError) as error:
-        logger.warning(
-            "no tokenizer, stop strings are refused base_model=%s: %s", base_model, error
-        )
-        return None
-
-
-def make_decode(tokenizer: PreTrainedTokenizerBase) -> Decode:
-    """Text as the tokens spell it, for stop strings."""
-
-    def decode(tokens: list[int]) -> str:
-        return cast(
-            str,
-            tokenizer.decode(tokens, skip_special_tokens=False, clean_up_tokenization_spaces=False),
-        )
-
-    return decode
-
-
-def find_eos_ids(base: BaseModel, tokenizer: PreTrainedTokenizerBase | None) -> frozenset[int]:
-    """What ends a sequence by default: the generation configuration's ids and the tokenizer's."""
-    generation_config = base.module.generation_config
-    configured = None if generation_config is None else generation_config.eos_token_id
-    ids = configured if isinstance(configured, list) else [configured]
-    own = None if tokenizer is None else tokenizer.eos_token_id
-    return frozenset(token for token in [*ids, own] if token is not None)

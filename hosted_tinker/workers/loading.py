@@ -78,7 +78,8 @@ def load_shared(
     from hosted_tinker.modeling.lora import LoraModel
     from hosted_tinker.modeling.turn_points import add_turn_points
     from hosted_tinker.sampling.attention_check import prepare_base_model
-    from hosted_tinker.sampling.transformers_engine import TransformersEngine, load_tokenizer
+    from hosted_tinker.sampling.tokenizer import load_tokenizer
+    from hosted_tinker.sampling.transformers_engine import TransformersEngine
     from hosted_tinker.training.pytorch import PytorchBackend
 
     config = spec.backend_config

@@ -197,7 +197,7 @@ def test_an_adapter_without_memory_beside_a_pass_of_training_is_loaded_after_it(
 
     harness.add("asked", PROMPT, adapter="a1", max_tokens=5, seed=1)
     with monkeypatch.context() as patch:
-        patch.setattr(harness.engine._adapters, "ensure_loaded", fail)
+        patch.setattr(harness.engine._scheduler._adapters, "ensure_loaded", fail)
         harness.engine.step(can_wait=True)
     assert harness.engine.has_work
     harness.drain()

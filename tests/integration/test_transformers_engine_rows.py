@@ -94,7 +94,7 @@ def test_cancel_of_a_waiting_request(model_dir: Path) -> None:
 
 def test_least_recently_used_adapter_leaves_but_never_one_in_use(model_dir: Path) -> None:
     harness = Harness(model_dir, max_sampling_adapters=2)
-    held = harness.engine._adapters
+    held = harness.engine._scheduler._adapters
     harness.add("long", PROMPT, adapter="a0", max_tokens=50, stop=())
     harness.engine.step()
     for name in ("a1", "a2"):
@@ -115,7 +115,7 @@ def test_use_counts_for_what_leaves(model_dir: Path) -> None:
     harness = Harness(model_dir, max_sampling_adapters=2)
     for name in ("a0", "a1", "a0", "a2"):
         harness.sample(PROMPT, adapter=name, max_tokens=1)
-    assert harness.engine._adapters.held == ["a0", "a2"]
+    assert harness.engine._scheduler._adapters.held == ["a0", "a2"]
 
 
 def test_an_adapter_read_again_gives_the_same(model_dir: Path) -> None:
@@ -141,3 +141,21 @@ def test_layers_with_a_window_are_refused_by_their_type(tmp_path: Path) -> None:
     Gemma2ForCausalLM(config).save_pretrained(tmp_path)
     with pytest.raises(SettingsError, match="layers of type sliding_attention"):
         Harness(tmp_path)
+
+
+def test_thousands_wait_and_each_gets_what_it_gets_alone(model_dir: Path) -> None:
+    harness = Harness(model_dir)
+    prompts = [[5 + number % 250, 5 + number // 250, 17] for number in range(3000)]
+    for number, prompt in enumerate(prompts):
+        harness.add(str(number), prompt, max_tokens=2, temperature=0.0, stop=())
+    for number in range(0, 3000, 3):
+        harness.engine.cancel(str(number))
+    harness.drain()
+    for number in range(3000):
+        is_cancelled = isinstance(harness.results[str(number)], Failure)
+        assert is_cancelled == (number % 3 == 0)
+    for number in range(1, 3000, 300):
+        alone = harness.sample(prompts[number], max_tokens=2, temperature=0.0, stop=())
+        (expected,), (found,) = alone.sequences, harness.output(str(number)).sequences
+        assert found.tokens.tolist() == expected.tokens.tolist()
+        np.testing.assert_allclose(found.logprobs, expected.logprobs, atol=1e-4)
