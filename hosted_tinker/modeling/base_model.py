@@ -102,6 +102,7 @@ def load_base_model(base_model: str, config: PytorchConfig, role: ModelRole) -> 
         )
     except (OSError, ValueError, ImportError) as error:
         raise SettingsError(f"base_model {base_model!r} cannot be loaded: {error}") from error
+    check_weights_are_plain(module, base_model)
     module.requires_grad_(False)
     module.eval()
     own_length = cast(int, read_text_config(model_config).max_position_embeddings)
@@ -112,6 +113,23 @@ def load_base_model(base_model: str, config: PytorchConfig, role: ModelRole) -> 
     )
     check_parts_make_the_model(base, base_model)
     return base
+
+
+def check_weights_are_plain(module: nn.Module, base_model: str) -> None:
+    """Raises SettingsError for weights that an adapter's layer can't multiply with."""
+    for name, layer in module.named_modules():
+        if not isinstance(layer, nn.Linear):
+            continue
+        if layer.weight.is_meta:
+            raise SettingsError(
+                f"base_model {base_model!r} does not fit into the memory of the GPUs: layer {name!r} "
+                "is left out; give the trainer more of them (train_gpus, device_map)"
+            )
+        if layer.weight.dtype not in DTYPES.values():
+            raise SettingsError(
+                f"base_model {base_model!r}: layer {name!r} is {layer.weight.dtype}; accepted: a "
+                f"checkpoint that is not quantised, of {', '.join(DTYPES)}"
+            )
 
 
 def read_model_config(base_model: str) -> PretrainedConfig:

@@ -91,7 +91,9 @@ def try_packing(base: BaseModel) -> bool:
     base.module.set_attn_implementation(PACKED)
     try:
         found_PD = run_packed(base, tokens_P, lengths)
-    except (NotImplementedError, TypeError) as error:
+    except (torch.OutOfMemoryError, torch.AcceleratorError):
+        raise
+    except (RuntimeError, TypeError) as error:
         reason = str(error)
     else:
         tolerance = 0.05 * float(expected_PD.abs().max())

@@ -27,6 +27,7 @@ from transformers import PreTrainedModel
 
 from hosted_tinker.errors import SettingsError
 from hosted_tinker.modeling.matmul import multiply, multiply_transposed
+from hosted_tinker.modeling.precision import products_with
 from hosted_tinker.types import LORA_ALPHA, LoraConfig
 
 ATTENTION_PATTERN = re.compile(r"(^|\.)(self_attn|attn|attention|self_attention)\.")
@@ -122,8 +123,9 @@ class LoraLinear(nn.Module):
                 slices.append(slice(segment.start, segment.stop))
                 scales.append(pair.scale)
                 parameters += (pair.A, pair.B)
-        x_PD = x.flatten(0, -2)
         weight, bias = self.base.weight, self.base.bias
+        # A model over several GPUs has tied weights on the first and the last hidden states elsewhere.
+        x_PD = x.flatten(0, -2).to(weight.device)
         if torch.is_grad_enabled():
             out_PD = cast(
                 Tensor, AdaptedLinear.apply(x_PD, weight, bias, slices, scales, *parameters)
@@ -152,10 +154,11 @@ def multiply_adapted(
     out_PD = multiply(x_PD, weight, bias)
     downs: list[Tensor] = []
     pairs = zip(parameters[::2], parameters[1::2], strict=True)
-    for where, scale, (A, B) in zip(slices, scales, pairs, strict=True):
-        down_SR = x_PD[where].to(A.dtype) @ A.T
-        add_product(out_PD[where], down_SR, B.T, scale)
-        downs.append(down_SR)
+    with products_with(x_PD):
+        for where, scale, (A, B) in zip(slices, scales, pairs, strict=True):
+            down_SR = x_PD[where].to(A.dtype) @ A.T
+            add_product(out_PD[where], down_SR, B.T, scale)
+            downs.append(down_SR)
     return out_PD, downs
 
 
@@ -172,9 +175,10 @@ def multiply_in_tiles(
     with every adapter, and those are added that are its own."""
     out_PD = multiply(x_PD, weight, bias)
     pairs = zip(parameters[::2], parameters[1::2], strict=True)
-    for where, scale, (A, B) in zip(slices, scales, pairs, strict=True):
-        products = [(part.to(A.dtype) @ A.T) @ B.T for part in x_PD.split(tile)]
-        out_PD[where] += torch.cat(products)[where].mul_(scale).to(out_PD.dtype)
+    with products_with(x_PD):
+        for where, scale, (A, B) in zip(slices, scales, pairs, strict=True):
+            products = [(part.to(A.dtype) @ A.T) @ B.T for part in x_PD.split(tile)]
+            out_PD[where] += torch.cat(products)[where].mul_(scale).to(out_PD.dtype)
     return out_PD
 
 
@@ -213,15 +217,16 @@ class AdaptedLinear(torch.autograd.Function):
         )
         x_gradient_PD = multiply_transposed(g_PD, weight) if ctx.needs_input_grad[0] else None
         gradients: list[Tensor | None] = []
-        for index, (where, scale) in enumerate(zip(ctx.slices, ctx.scales, strict=True)):
-            x_PD = kept[0]
-            A, B = parameters[2 * index : 2 * index + 2]
-            g_SD = g_PD[where].to(B.dtype)
-            g_down_SR = g_SD @ B
-            if x_gradient_PD is not None:
-                add_product(x_gradient_PD[where], g_down_SR, A, scale)
-            gradients.append(scaled_product(g_down_SR.T, x_PD[where].to(A.dtype), scale))
-            gradients.append(scaled_product(g_SD.T, downs[index], scale))
+        with products_with(g_PD):
+            for index, (where, scale) in enumerate(zip(ctx.slices, ctx.scales, strict=True)):
+                x_PD = kept[0]
+                A, B = parameters[2 * index : 2 * index + 2]
+                g_SD = g_PD[where].to(B.dtype)
+                g_down_SR = g_SD @ B
+                if x_gradient_PD is not None:
+                    add_product(x_gradient_PD[where], g_down_SR, A, scale)
+                gradients.append(scaled_product(g_down_SR.T, x_PD[where].to(A.dtype), scale))
+                gradients.append(scaled_product(g_SD.T, downs[index], scale))
         return x_gradient_PD, None, None, None, None, *gradients
 
 
@@ -235,7 +240,7 @@ def add_product(out: Tensor, left: Tensor, right: Tensor, scale: float) -> None:
     if out.dtype == left.dtype:
         out.addmm_(left, right, alpha=scale)
     else:
-        out.add_((left @ right).mul_(scale))
+        out.add_(scaled_product(left, right, scale))
 
 
 class LoraModel:

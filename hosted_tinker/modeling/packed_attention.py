@@ -96,16 +96,20 @@ class PackedSequences:
         """Implements `AttentionLayout`."""
         if window is not None and window >= max(self.lengths):
             window = None
-        attend = attend_varlen if can_use_varlen(query_HPE) else attend_by_length
+        attend = attend_varlen if can_use_varlen(query_HPE, value_GPE) else attend_by_length
         return attend(query_HPE, key_GPE, value_GPE, self.lengths, scaling, window)
 
 
-def can_use_varlen(query_HPE: Tensor) -> bool:
-    """Whether torch's FlashAttention takes it: 16 bits, a head of at most 256, Ampere or newer."""
+def can_use_varlen(query_HPE: Tensor, value_GPE: Tensor) -> bool:
+    """Whether torch's FlashAttention takes them: 16 bits, heads of one size that is a multiple of 8 and
+    at most 256, Ampere or newer."""
+    head_size = query_HPE.shape[-1]
     return (
         query_HPE.is_cuda
         and query_HPE.dtype in (torch.bfloat16, torch.float16)
-        and query_HPE.shape[-1] <= 256
+        and head_size == value_GPE.shape[-1]
+        and head_size % 8 == 0
+        and head_size <= 256
         and torch.cuda.get_device_capability(query_HPE.device) >= (8, 0)
     )
 
@@ -146,6 +150,12 @@ def attend_by_length(
     window: int | None,
 ) -> Tensor:
     """One kernel for each run of sequences of one length. Returns [P, H, E]."""
+    if query_HPE.is_cuda:
+        # In float32 torch's kernels there take one key head for each query head only, and what they
+        # do not take is computed with all scores in memory.
+        repeats = query_HPE.shape[0] // key_GPE.shape[0]
+        if repeats > 1:
+            key_GPE, value_GPE = (x.repeat_interleave(repeats, 0) for x in (key_GPE, value_GPE))
     parts: list[Tensor] = []
     for start, count, length in find_groups(lengths):
         query, key, value = (

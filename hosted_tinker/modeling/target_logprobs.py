@@ -31,8 +31,9 @@ from hosted_tinker.modeling.base_model import BaseModel
 from hosted_tinker.modeling.lora import Routing, Segment, cut_segments, make_segments
 from hosted_tinker.modeling.turn_points import TurnPoint, never_turn
 
-BLOCK_ELEMENTS = 2**21
-"""Of the logits that are worked on at once: what of them a cache holds."""
+BLOCK_ELEMENTS_ON_CPU = 2**21
+BLOCK_ELEMENTS_ON_GPU = 2**26
+"""Of the logits that are worked on at once: what of them a cache holds, or enough for a kernel."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -182,7 +183,7 @@ class TargetLogprobs(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, logits_CV: Tensor, position_Q: Tensor, target_Q: Tensor) -> Tensor:
-        rows = max(1, BLOCK_ELEMENTS // logits_CV.shape[1])
+        rows = count_block_rows(logits_CV)
         normalizer_C = torch.cat([part.logsumexp(dim=-1) for part in logits_CV.split(rows)])
         ctx.save_for_backward(logits_CV, normalizer_C, position_Q, target_Q)
         return logits_CV[position_Q, target_Q] - normalizer_C[position_Q]
@@ -191,7 +192,7 @@ class TargetLogprobs(torch.autograd.Function):
     def backward(ctx: Any, *upstream: Tensor) -> tuple[Tensor | None, ...]:
         (upstream_Q,) = upstream
         logits_CV, normalizer_C, position_Q, target_Q = ctx.saved_tensors
-        rows = max(1, BLOCK_ELEMENTS // logits_CV.shape[1])
+        rows = count_block_rows(logits_CV)
         total_C = torch.zeros_like(normalizer_C).index_add_(0, position_Q, upstream_Q)
         for part, normalizer, total in zip(
             logits_CV.split(rows), normalizer_C.split(rows), total_C.split(rows), strict=True
@@ -199,6 +200,11 @@ class TargetLogprobs(torch.autograd.Function):
             part.sub_(normalizer[:, None]).exp_().mul_(-total[:, None])
         logits_CV.index_put_((position_Q, target_Q), upstream_Q, accumulate=True)
         return logits_CV, None, None
+
+
+def count_block_rows(logits_CV: Tensor) -> int:
+    elements = BLOCK_ELEMENTS_ON_GPU if logits_CV.is_cuda else BLOCK_ELEMENTS_ON_CPU
+    return max(1, elements // logits_CV.shape[1])
 
 
 class ScoreAndDifferentiate(torch.autograd.Function):
@@ -243,7 +249,8 @@ class ScoreAndDifferentiate(torch.autograd.Function):
         if ctx.gradient_Q is None:
             scale_R = upstream_Q.new_empty(len(hidden_gradient_RD))
             scale_R[position_Q] = upstream_Q
-            hidden_gradient_RD = hidden_gradient_RD * scale_R[:, None].to(hidden_gradient_RD)
+            scaled_RD = hidden_gradient_RD * scale_R[:, None]
+            hidden_gradient_RD = scaled_RD.to(hidden_gradient_RD.dtype)
         else:
             assert torch.equal(upstream_Q, ctx.gradient_Q), (
                 "the loss has another gradient than said"

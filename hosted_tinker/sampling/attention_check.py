@@ -26,6 +26,13 @@ from hosted_tinker.sampling.paged_passes import (
 from hosted_tinker.sampling.spans import Span
 from hosted_tinker.types import Int64Array
 
+LENGTHS_ON_CPU = (7, 3)
+LENGTHS_ON_GPU = (600, 3, 530)
+"""Of the sequences that are tried: of several pages, and of more keys than a kernel takes at once."""
+MAX_DIFFERENCE = 0.1
+"""Relative, of hidden states. Rounding of 16 bits stays far below, even where it routes a token to
+another expert; attention to the wrong positions does not."""
+
 
 def prepare_base_model(base: BaseModel, base_model: str) -> None:
     """Sets the model's attention to `PACKED`. Raises SettingsError for one that can't be served."""
@@ -51,7 +58,10 @@ def check_paged_attention(base: BaseModel, base_model: str) -> None:
         SettingsError: the difference to one at a time is more than the rounding of a 16-bit model,
             or the architecture does not take such attention.
     """
-    prompts = [torch.arange(length) % base.vocab_size for length in (7, 3)]
+    lengths = LENGTHS_ON_CPU if base.input_device.type == "cpu" else LENGTHS_ON_GPU
+    prompts = [
+        torch.arange(min(length, base.context_length)) % base.vocab_size for length in lengths
+    ]
     wanted = [
         base.decoder(input_ids=prompt[None].to(base.input_device), use_cache=False)
         for prompt in prompts
@@ -59,25 +69,27 @@ def check_paged_attention(base: BaseModel, base_model: str) -> None:
     base.module.set_attn_implementation(PACKED)
     try:
         found = _compute_in_parts(base, [prompt.numpy() for prompt in prompts])
-    except (NotImplementedError, TypeError, ValueError) as error:
+    except (torch.OutOfMemoryError, torch.AcceleratorError):
+        raise
+    except (RuntimeError, TypeError, ValueError) as error:
         raise _refuse(base, base_model) from error
     for one, other in zip(found, wanted, strict=True):
-        wanted_D = other.last_hidden_state[0, -1]
-        atol = 0.05 * float(wanted_D.abs().max())
-        if not torch.allclose(one, wanted_D, rtol=0, atol=atol):
+        wanted_D = other.last_hidden_state[0, -1].float()
+        if (one.float() - wanted_D).norm() > MAX_DIFFERENCE * wanted_D.norm():
             raise _refuse(base, base_model)
 
 
 def _compute_in_parts(base: BaseModel, prompts: Sequence[Int64Array]) -> list[Tensor]:
     """The last hidden state [D] of each prompt: a chunk of it first, then one token of each."""
     page_size = PAGE_SIZE_ON_CPU if base.input_device.type == "cpu" else PAGE_SIZE_ON_GPU
-    cache = KvCache(measure_layers(base), num_pages=4, page_size=page_size)
+    num_pages = 1 + sum(-(-len(prompt) // page_size) for prompt in prompts)
+    cache = KvCache(measure_layers(base), num_pages, page_size)
     passes = PagedPasses(base, Routing(), Routing(), cache)
     stored = [cache.open(None, prompt, reuse=False) for prompt in prompts]
     hidden_PD = torch.empty(0)
-    for chunk in ([slice(0, -1)] * 2, [slice(-1, None)] * 2):
+    for where in (slice(0, -1), slice(-1, None)):
         parts: list[Part] = []
-        for one, prompt, where in zip(stored, prompts, chunk, strict=True):
+        for one, prompt in zip(stored, prompts, strict=True):
             cache.reserve(one, len(prompt))
             tokens = prompt[where]
             parts.append(Part(None, Span(one, len(tokens)), tokens))

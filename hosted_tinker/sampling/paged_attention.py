@@ -44,6 +44,7 @@ class SpanLayout:
     ) -> None:
         self._cache = cache
         self._slots_P = slots_P
+        self._num_positions = len(slots_P)
         self._spans = spans
         self._invariant = invariant
         self._paged: PagedSpans | None = None
@@ -62,16 +63,17 @@ class SpanLayout:
         """Implements `AttentionLayout`."""
         if window is not None and window < max(span.stop for span in self._spans):
             raise NotImplementedError("attention with a window over pages")
-        count, padding = len(self._slots_P), query_HPE.shape[1] - len(self._slots_P)
+        count, padding = self._num_positions, query_HPE.shape[1] - self._num_positions
         query_HPE, key_GPE, value_GPE = (x[:, :count] for x in (query_HPE, key_GPE, value_GPE))
         keys, values = self._cache.keys[layer], self._cache.values[layer]
-        slots_P = self._slots_P.to(keys.device)
-        keys.index_copy_(0, slots_P, key_GPE.transpose(0, 1))
-        values.index_copy_(0, slots_P, value_GPE.transpose(0, 1))
+        # Kept there: copying would hold up the device once in every layer.
+        self._slots_P = self._slots_P.to(keys.device)
+        keys.index_copy_(0, self._slots_P, key_GPE.transpose(0, 1))
+        values.index_copy_(0, self._slots_P, value_GPE.transpose(0, 1))
         scale = query_HPE.shape[-1] ** -0.5 if scaling is None else scaling
         page_size = self._cache.page_size
-        if can_use_varlen(query_HPE):
-            self._paged = self._paged or PagedSpans(self._spans, page_size, self._invariant)
+        if can_use_varlen(query_HPE, value_GPE):
+            self._paged = self._paged or PagedSpans(self._spans, page_size)
             out_PHE = self._paged.attend(query_HPE, keys, values, scale)
         elif self._invariant:
             self._tiled = self._tiled or TiledSpans(self._spans, page_size)
@@ -83,30 +85,32 @@ class SpanLayout:
 
 
 class PagedSpans:
-    """Through torch's FlashAttention with a table of pages."""
+    """Through torch's FlashAttention with a table of pages.
 
-    def __init__(self, spans: Sequence[Span], page_size: int, invariant: bool) -> None:
-        """`invariant` forbids to split a sequence's keys, which depends on how many sequences there
-        are."""
-        self._num_splits = 1 if invariant else None
+    A sequence's keys are never split over blocks of threads. How they were would depend on how many
+    sequences there are, and torch 2.13 joins the parts of several sequences wrongly:
+    https://github.com/pytorch/pytorch/issues/194167
+    """
+
+    def __init__(self, spans: Sequence[Span], page_size: int) -> None:
         self._page_size = page_size
         self._lengths = [span.stop for span in spans]
         self._counts = [span.count for span in spans]
         self._pages = [span.stored.pages for span in spans]
-        self._on_device: tuple[Tensor, Tensor, Tensor] | None = None
+        self._on_device: tuple[Tensor, ...] | None = None
 
     def attend(self, query_HPE: Tensor, keys: Tensor, values: Tensor, scale: float) -> Tensor:
         """Returns [P, H, E]."""
         if self._on_device is None or self._on_device[0].device != query_HPE.device:
             self._on_device = self._make_tables(query_HPE.device)
-        bounds, lengths, table = self._on_device
+        bounds, key_bounds, lengths, table = self._on_device
         pages = (-1, self._page_size)
         out_PHE = varlen_attn(
             query_HPE.transpose(0, 1).contiguous(),
             keys.unflatten(0, pages),
             values.unflatten(0, pages),
             bounds,
-            None,
+            key_bounds,
             max(self._counts),
             max(self._lengths),
             scale=scale,
@@ -114,17 +118,18 @@ class PagedSpans:
             enable_gqa=query_HPE.shape[0] != keys.shape[1],
             seqused_k=lengths,
             block_table=table,
-            num_splits=self._num_splits,
+            num_splits=1,
         )
         assert isinstance(out_PHE, Tensor)
         return out_PHE
 
-    def _make_tables(self, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
+    def _make_tables(self, device: torch.device) -> tuple[Tensor, ...]:
+        """Bounds of the queries; bounds of the keys, which FlashAttention 2 asks for and does not read
+        where it has a table; lengths of the sequences; table of their pages."""
         widest = max(map(len, self._pages))
         rows = [pages + [0] * (widest - len(pages)) for pages in self._pages]
-        bounds = [0, *accumulate(self._counts)]
-        bounds, lengths, table = (
+        bounds, key_bounds = ([0, *accumulate(counts)] for counts in (self._counts, self._lengths))
+        return tuple(
             torch.tensor(numbers, dtype=torch.int32).to(device, non_blocking=True)
-            for numbers in (bounds, self._lengths, rows)
+            for numbers in (bounds, key_bounds, self._lengths, rows)
         )
-        return bounds, lengths, table

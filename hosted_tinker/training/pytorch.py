@@ -24,6 +24,7 @@ from hosted_tinker.backend_configs import PytorchConfig
 from hosted_tinker.errors import (
     HostedTinkerError,
     NotFoundError,
+    SettingsError,
     UserError,
     WorkerFailedError,
 )
@@ -103,6 +104,11 @@ class PytorchBackend:
             turn=turn,
         )
         on_gpu = base.input_device.type == "cuda"
+        if config.batch_invariant and lora.has_experts and on_gpu:
+            raise SettingsError(
+                "batch_invariant is true, but how tokens are counted for the experts of this model has "
+                "no deterministic kernel on a GPU; leave it false"
+            )
         most = MICRO_BATCH_TOKENS_ON_GPU if on_gpu else MICRO_BATCH_TOKENS_ON_CPU
         self._max_tokens = config.micro_batch_tokens or most
         self._runs: dict[str, Run] = {}

@@ -18,10 +18,12 @@ from transformers import (
     PreTrainedModel,
 )
 
+from hosted_tinker.modeling import packed_attention
 from hosted_tinker.modeling.base_model import BaseModel
 from hosted_tinker.modeling.decoder_pass import DecoderPass
 from hosted_tinker.modeling.lora import Routing
 from hosted_tinker.modeling.packed_attention import PACKED
+from tests.unit.varlen_reference import attend_varlen_plainly
 
 SIZES: dict[str, Any] = {
     "vocab_size": 90,
@@ -53,11 +55,28 @@ def models(request: pytest.FixtureRequest) -> tuple[PreTrainedModel, PreTrainedM
     return make_model(request.param), base.module, DecoderPass(base, Routing(), pack=True)
 
 
+@pytest.mark.parametrize("through", ["calls by length", "bounds"])
 @given(lengths=st.lists(st.integers(1, 20), min_size=1, max_size=6), seed=st.integers(0, 999))
 def test_values_and_gradients_are_those_of_each_sequence_alone(
-    models: tuple[PreTrainedModel, PreTrainedModel, DecoderPass], lengths: list[int], seed: int
+    models: tuple[PreTrainedModel, PreTrainedModel, DecoderPass],
+    through: str,
+    lengths: list[int],
+    seed: int,
 ) -> None:
-    alone, module, packed = models
+    with pytest.MonkeyPatch.context() as patch:
+        if through == "bounds":
+            patch.setattr(packed_attention, "can_use_varlen", lambda *_: True)
+            patch.setattr(packed_attention, "varlen_attn", attend_varlen_plainly)
+        check_against_each_alone(*models, lengths, seed)
+
+
+def check_against_each_alone(
+    alone: PreTrainedModel,
+    module: PreTrainedModel,
+    packed: DecoderPass,
+    lengths: list[int],
+    seed: int,
+) -> None:
     assert packed.packs
     generator = torch.Generator().manual_seed(seed)
     tokens_P = torch.randint(90, (sum(lengths),), generator=generator)

@@ -9,10 +9,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from hosted_tinker.sampling import attention_kernels, gathered_attention, tiled_attention
+from hosted_tinker.sampling import (
+    attention_kernels,
+    gathered_attention,
+    paged_attention,
+    tiled_attention,
+)
 from hosted_tinker.sampling.kv_cache import KvCache, LayerShape, StoredSequence
 from hosted_tinker.sampling.paged_attention import lay_out
 from hosted_tinker.sampling.spans import Span
+from tests.unit.varlen_reference import attend_varlen_plainly
 
 HEADS, GROUPS, SIZE = 6, 2, 16
 SHAPE = LayerShape((GROUPS, SIZE), (GROUPS, SIZE), torch.float32, torch.device("cpu"))
@@ -50,7 +56,7 @@ SPANS = st.lists(
 
 @pytest.mark.parametrize("min_shared", [1, 512])
 @pytest.mark.parametrize("invariant", [False, True])
-@pytest.mark.parametrize("through", ["cpu kernel", "plain operations"])
+@pytest.mark.parametrize("through", ["cpu kernel", "plain operations", "table"])
 @settings(max_examples=25)
 @given(lengths=SPANS, branches=st.lists(st.integers(1, 90), max_size=2), seed=st.integers(0, 99))
 def test_every_span_sees_its_own_past_and_itself(
@@ -58,6 +64,9 @@ def test_every_span_sees_its_own_past_and_itself(
 ) -> None:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(gathered_attention, "MIN_SHARED", min_shared)
+        if through == "table":
+            patch.setattr(paged_attention, "can_use_varlen", lambda *_: True)
+            patch.setattr(paged_attention, "varlen_attn", attend_varlen_plainly)
         if through == "plain operations":
             for module in (gathered_attention, tiled_attention):
                 patch.setattr(module, "attend", attention_kernels.attend_plainly)
