@@ -30,8 +30,7 @@ class Job:
     Attributes:
         work: what the trainer does, or the error of a request that can't run. That one fails in
             its turn, so that later ones are not stuck behind it.
-        finish: makes the result of what the trainer returned.
-        in_background: `finish` writes files; the next request need not wait for it.
+        finish: makes the result of what the trainer returned; the next request does not wait for it.
         may_follow_later_ids: the SDK may send it after requests with higher numbers.
         computes_gradient: the next step's gradient misses a part if it fails.
         loaded_step: optimizer steps behind the checkpoint that a `LoadState` reads.
@@ -42,7 +41,6 @@ class Job:
     work: ForwardBackward | TrainingOperation | UserError
     future: Future
     finish: Finish
-    in_background: bool = False
     may_follow_later_ids: bool = False
     computes_gradient: bool = False
     loaded_step: int = 0
@@ -86,8 +84,10 @@ class RunQueue:
         """The next job, if its turn has come. It stays."""
         if not self._waiting:
             return None
+        if self._next_seq_id in self._waiting:
+            return self._waiting[self._next_seq_id]
         first = min(self._waiting)
-        if first != self._next_seq_id and not self._gap_is_permanent(first, now):
+        if not self._gap_is_permanent(first, now):
             return None
         return self._waiting[first]
 

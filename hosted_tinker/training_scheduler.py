@@ -1,8 +1,12 @@
-"""The device lane: takes the runs' requests to the trainer, one at a time.
+"""The device lane: takes the runs' requests to the trainer, which runs them one at a time.
 
-Each run's requests run in `seq_id` order (`run_queue`); runs take turns. Small `forward_backward`
-requests that wait together, of one run or of many, go together and share passes. Files are written
-outside the lane, so that no write holds up a pass.
+Each run's requests run in `seq_id` order (`run_queue`); runs take turns (`training_turns`). Small
+`forward_backward` requests that wait together, of one run or of many, go together and share passes.
+Files are written outside the lane, so that no write holds up a pass.
+
+What comes next is decided as late as can be, so that requests still come together and nobody waits
+for what was sent too early. But the trainer shall not wait for the decision: an `optim_step` goes to it
+while a pass is under way, and the next pass while a step is.
 """
 
 from __future__ import annotations
@@ -12,7 +16,7 @@ import logging
 import time
 from collections import deque
 from collections.abc import Callable, Coroutine, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from hosted_tinker.errors import (
@@ -24,7 +28,9 @@ from hosted_tinker.errors import (
 )
 from hosted_tinker.futures import Future, Futures, Waiting
 from hosted_tinker.loss_specs import check_forward_backward
-from hosted_tinker.run_queue import CREATE_SEQ_ID, Job, RunQueue
+from hosted_tinker.run_queue import CREATE_SEQ_ID, Job
+from hosted_tinker.run_state import RunProgress, RunState
+from hosted_tinker.training_turns import TrainingTurns
 from hosted_tinker.types import (
     CaptureState,
     ClearGradients,
@@ -45,47 +51,40 @@ JOINT_TOKENS_ON_GPU = 16384
 """Of requests that share passes. Where a device is busy without sharing, only the waiting grows."""
 
 
-@dataclass(frozen=True, slots=True)
-class RunProgress:
-    """Where a run stands.
+@dataclass(slots=True)
+class Sent:
+    """A call that the trainer has.
 
     Attributes:
-        generation: how often its weights have changed since it came into memory.
-        step: its optimizer steps, those before the checkpoint that it came from included.
+        jobs: of which it is made; several if they are passes.
+        since: when the call before it had ended and this one was there.
+        failed_pass: future of the pass before it whose failure has the trainer refuse this step.
     """
 
-    generation: int
-    step: int
+    jobs: Sequence[Job]
+    reply: asyncio.Future[Any]
+    since: float
+    failed_pass: Future | None = None
+
+    @property
+    def is_pass(self) -> bool:
+        return isinstance(self.jobs[0].work, ForwardBackward)
+
+    def is_step_of(self, model_id: str) -> bool:
+        return isinstance(self.jobs[0].work, OptimStep) and self.jobs[0].model_id == model_id
+
+    def is_step_after(self, job: Job) -> bool:
+        """Whether it is a later step of the job's run."""
+        return self.is_step_of(job.model_id) and self.jobs[0].seq_id > job.seq_id
 
 
 @dataclass(frozen=True, slots=True)
 class WaitingCapture:
-    """A copy of a run's adapter that the lane is to take before its next request."""
+    """A copy of a run's adapter that the lane is to take before it sends another request."""
 
     model_id: str
     snapshot_id: str
     done: asyncio.Future[RunProgress]
-
-
-class Run:
-    """A run's queue, and what must be remembered between its requests.
-
-    Attributes:
-        progress: of its weights.
-        lost: the trainer process that held it died.
-        closing: it leaves memory when its queue is empty.
-        failed_passes: futures of forward_backward requests that failed since the last step.
-        last_pass_accepted_at: when the newest forward_backward that succeeded since the last step
-            was accepted.
-    """
-
-    def __init__(self, gap_s: float) -> None:
-        self.queue = RunQueue(gap_s)
-        self.progress = RunProgress(0, 0)
-        self.lost = False
-        self.closing = False
-        self.failed_passes: list[Future] = []
-        self.last_pass_accepted_at = 0
 
 
 class TrainingScheduler:
@@ -115,18 +114,17 @@ class TrainingScheduler:
         self._on_new_weights = on_new_weights
         self._may_close = may_close
         self._captures: deque[WaitingCapture] = deque()
-        self._runs: dict[str, Run] = {}
-        self._turns: deque[str] = deque()
+        self._runs: dict[str, RunState] = {}
+        self._turns = TrainingTurns()
         self._wake = asyncio.Event()
-        self._running: Sequence[Job] = ()
-        self._running_since = 0.0
+        self._sent: deque[Sent] = deque()
         self._background: set[asyncio.Task[None]] = set()
         self._saves: set[asyncio.Task[None]] = set()
 
     def add_run(self, model_id: str) -> None:
         """Makes room for a run's requests; its first must create it."""
-        self._runs[model_id] = Run(self._gap_s)
-        self._turns.append(model_id)
+        run = self._runs[model_id] = RunState(self._gap_s)
+        self._turns.add(model_id, run.queue)
 
     def has_run(self, model_id: str) -> bool:
         return model_id in self._runs
@@ -140,7 +138,7 @@ class TrainingScheduler:
         return self._runs[model_id].progress
 
     async def capture(self, model_id: str, snapshot_id: str) -> RunProgress:
-        """Copies a run's adapter to host memory before the next request runs.
+        """Copies a run's adapter to host memory, before any request that the trainer has not got yet.
 
         Returns:
             Which weights they are.
@@ -155,6 +153,8 @@ class TrainingScheduler:
 
     def wake(self) -> None:
         """Makes the lane look again for something to do."""
+        for run in self._runs.values():
+            run.is_held = False
         self._wake.set()
 
     def next_seq_id(self, model_id: str) -> int:
@@ -187,53 +187,57 @@ class TrainingScheduler:
         while True:
             # Cleared before looking, so that what comes after the look wakes the wait below.
             self._wake.clear()
-            await self._run_captures()
-            await self._close_runs()
-            jobs = self._take_jobs()
-            if not jobs:
-                await self._wait_for_work()
-            elif isinstance(jobs[0].work, ForwardBackward):
-                await self._run_passes(jobs)
-            else:
-                await self._run_job(jobs[0])
+            while self._sent and self._sent[0].reply.done():
+                self._settle_first()
+            if not self._sent:
+                await self._run_captures()
+                await self._close_runs()
+            while jobs := self._take_jobs():
+                await self._send(jobs)
+            await self._wait_for_work()
 
     async def drain(self, timeout_s: float) -> None:
         """Waits for checkpoints that are being written, and drops the rest. The lane has ended."""
         if self._saves:
             await asyncio.wait(self._saves, timeout=timeout_s)
-        for task in self._background:
-            task.cancel()
-        await asyncio.gather(*self._background, return_exceptions=True)
+        dropped = [*self._background, *(sent.reply for sent in self._sent)]
+        for future in dropped:
+            future.cancel()
+        await asyncio.gather(*dropped, return_exceptions=True)
 
     def _take_jobs(self) -> list[Job]:
-        """The next ready job, runs taking turns, and what can share its passes."""
+        """What goes to the trainer now, with what it has already."""
         now = time.monotonic()
-        for _ in range(len(self._turns)):
-            model_id = self._turns[0]
-            self._turns.rotate(-1)
-            if job := self._runs[model_id].queue.pop_ready(now):
-                return [job, *self._take_companions(job, now)]
-        return []
-
-    def _take_companions(self, first: Job, now: float) -> list[Job]:
-        """Ready requests that together with the first have few enough tokens to share passes."""
-        if not isinstance(first.work, ForwardBackward):
+        if not self._sent:
+            return self._turns.take(now, self._max_joint_tokens)
+        if self._is_wanted_idle:
             return []
-        room = self._max_joint_tokens - first.work.num_tokens
-        taken: list[Job] = []
-        # The first job's own run is the last in turn: the others go before its next request.
-        for model_id in list(self._turns):
-            queue = self._runs[model_id].queue
-            while (job := queue.peek_ready(now)) and isinstance(job.work, ForwardBackward):
-                if job.work.num_tokens > room:
-                    break
-                room -= job.work.num_tokens
-                queue.pop_ready(now)
-                taken.append(job)
-        for model_id in dict.fromkeys(job.model_id for job in taken):
-            self._turns.remove(model_id)
-            self._turns.append(model_id)
-        return taken
+        if any(sent.is_pass for sent in self._sent):
+            return self._turns.take(now, 0, self._is_plain_step, in_turn=False)
+        if len(self._sent) > 1:
+            # What follows the last of these steps can still be decided.
+            return []
+        return self._turns.take(now, self._max_joint_tokens, self._may_follow_step)
+
+    @property
+    def _is_wanted_idle(self) -> bool:
+        """Whether something waits for the trainer to have ended all it has."""
+        only_steps_and_passes = all(
+            isinstance(sent.jobs[0].work, OptimStep | ForwardBackward) for sent in self._sent
+        )
+        closing = any(run.may_leave and not run.is_held for run in self._runs.values())
+        return bool(self._captures) or closing or not only_steps_and_passes
+
+    def _is_plain_step(self, job: Job) -> bool:
+        """Whether it is a step, the run's only one under way, and nothing is known against it."""
+        return (
+            isinstance(job.work, OptimStep)
+            and not self._runs[job.model_id].failed_passes
+            and not any(sent.is_step_of(job.model_id) for sent in self._sent)
+        )
+
+    def _may_follow_step(self, job: Job) -> bool:
+        return isinstance(job.work, ForwardBackward) or self._is_plain_step(job)
 
     @property
     def _max_joint_tokens(self) -> int:
@@ -245,10 +249,11 @@ class TrainingScheduler:
         return JOINT_TOKENS_ON_CPU if on_cpu else JOINT_TOKENS_ON_GPU
 
     async def _wait_for_work(self) -> None:
+        """Until the trainer has ended a call, or there is something new to look at."""
         now = time.monotonic()
         waits = [wait for run in self._runs.values() if (wait := run.queue.wait_s(now)) is not None]
         try:
-            async with asyncio.timeout(min(waits, default=None)):
+            async with asyncio.timeout(None if self._sent else min(waits, default=None)):
                 await self._wake.wait()
         except TimeoutError:
             return
@@ -261,7 +266,7 @@ class TrainingScheduler:
             try:
                 if run is None:
                     raise NotFoundError(f"training run {waiting.model_id!r} is not in memory")
-                await self._check_state(run, capture)
+                check_not_lost(run, capture)
                 await self._trainer.call(capture)
             except HostedTinkerError as error:
                 if not waiting.done.done():
@@ -272,7 +277,10 @@ class TrainingScheduler:
 
     async def _close_runs(self) -> None:
         for model_id, run in [*self._runs.items()]:
-            if not run.closing or run.queue or not self._may_close(model_id):
+            if not run.may_leave:
+                continue
+            run.is_held = not self._may_close(model_id)
+            if run.is_held:
                 continue
             del self._runs[model_id]
             self._turns.remove(model_id)
@@ -282,68 +290,71 @@ class TrainingScheduler:
                 except HostedTinkerError as error:
                     logger.warning("unload failed model_id=%s error=%s", model_id, error)
 
-    async def _run_passes(self, jobs: Sequence[Job]) -> None:
-        """`forward_backward` requests in shared passes. Each fails for itself only."""
-        self._running, self._running_since = jobs, time.monotonic()
-        able: list[tuple[Job, ForwardBackward]] = []
-        try:
-            for job in jobs:
-                assert isinstance(job.work, ForwardBackward)
-                try:
-                    check_forward_backward(job.work, await self._trainer.wait_ready())
-                    await self._check_state(self._runs[job.model_id], job.work)
-                except Exception as error:  # noqa: BLE001 - the lane must go on; the future says what happened
-                    self._fail(job, error)
-                else:
-                    able.append((job, job.work))
-            if able:
-                outputs = await self._trainer.call(JointForwardBackward([work for _, work in able]))
-                for (job, _), output in zip(able, outputs, strict=True):
-                    await self._settle_pass(job, output)
-        except Exception as error:  # noqa: BLE001 - as above
-            for job, _ in able:
-                if job.future.result is None:
-                    self._fail(job, error)
-        finally:
-            self._running = ()
+    async def _send(self, jobs: Sequence[Job]) -> None:
+        """Those of the jobs that can run, in one call. The others fail, each for itself."""
+        able = [job for job in jobs if await self._can_run(job)]
+        if not able:
+            return
+        reply = self._trainer.begin(self._make_call(able))
+        reply.add_done_callback(lambda _: self._wake.set())
+        self._sent.append(Sent(able, reply, time.monotonic()))
 
-    async def _settle_pass(self, job: Job, output: Any) -> None:
-        if isinstance(output, HostedTinkerError):
-            self._fail(job, output)
-        else:
-            self._remember(job)
-            self._log(job)
-            await self._finish(job, output)
-
-    async def _run_job(self, job: Job) -> None:
-        """One request: the trainer's part here, the rest here or in the background."""
-        run = self._runs[job.model_id]
-        self._running, self._running_since = (job,), time.monotonic()
+    async def _can_run(self, job: Job) -> bool:
         try:
             if isinstance(job.work, UserError):
                 raise job.work
-            assert not isinstance(job.work, ForwardBackward)
-            await self._check_state(run, job.work)
-            output = await self._trainer.call(job.work)
+            check_not_lost(self._runs[job.model_id], job.work)
+            base_model = await self._trainer.wait_ready()
+            check_not_lost(self._runs[job.model_id], job.work)
+            if isinstance(job.work, ForwardBackward):
+                check_forward_backward(job.work, base_model)
+            if isinstance(job.work, OptimStep):
+                await self._check_passes(self._runs[job.model_id], job.work)
         except Exception as error:  # noqa: BLE001 - the lane must go on; the future says what happened
             self._fail(job, error)
-            return
-        finally:
-            self._running = ()
-        self._remember(job)
-        self._log(job)
-        if isinstance(job.work, CaptureState):
-            output = run.progress
-        if job.in_background:
-            tasks = self._saves if isinstance(job.work, CaptureState) else self._background
-            spawn(tasks, self._finish(job, output))
+            return False
+        return True
+
+    def _make_call(self, jobs: Sequence[Job]) -> TrainingOperation:
+        passes = [job.work for job in jobs if isinstance(job.work, ForwardBackward)]
+        if passes:
+            return JointForwardBackward(passes)
+        operation = jobs[0].work
+        assert not isinstance(operation, UserError | ForwardBackward)
+        if isinstance(operation, OptimStep) and any(sent.is_pass for sent in self._sent):
+            return replace(operation, unless_pass_failed=True)
+        return operation
+
+    def _settle_first(self) -> None:
+        """Takes the end of the oldest call to the requests that it was made of."""
+        sent = self._sent.popleft()
+        error = sent.reply.exception()
+        if error is not None:
+            outputs = [error] * len(sent.jobs)
         else:
-            await self._finish(job, output)
+            outputs = sent.reply.result() if sent.is_pass else [sent.reply.result()]
+        for job, output in zip(sent.jobs, outputs, strict=True):
+            if not isinstance(output, Exception):
+                self._succeed(job, output, sent.since)
+            elif sent.failed_pass is not None and not self._runs[job.model_id].lost:
+                self._fail(job, make_refusal(sent.failed_pass))
+            else:
+                self._fail(job, output)
+        if self._sent:
+            self._sent[0].since = time.monotonic()
+
+    def _succeed(self, job: Job, output: Any, since: float) -> None:
+        self._remember(job)
+        log_end(job, since)
+        if isinstance(job.work, CaptureState):
+            spawn(self._saves, self._finish(job, self._runs[job.model_id].progress))
+        else:
+            spawn(self._background, self._finish(job, output))
 
     async def _finish(self, job: Job, output: Any) -> None:
         try:
             result = await job.finish(output)
-        except Exception as error:  # noqa: BLE001 - as above
+        except Exception as error:  # noqa: BLE001 - the future says what happened
             self._fail(job, error)
         else:
             self._futures.settle(job.future, result)
@@ -358,11 +369,19 @@ class TrainingScheduler:
             logger.info("failed model_id=%s seq_id=%d error=%s", job.model_id, job.seq_id, error)
         # A run may be gone when one of its checkpoints can't be written.
         if run is not None and job.computes_gradient:
-            run.failed_passes.append(job.future)
+            self._note_failed_pass(run, job)
         if run is not None and job.seq_id == CREATE_SEQ_ID:
             run.closing = True
             self._wake.set()
         self._futures.settle(job.future, error)
+
+    def _note_failed_pass(self, run: RunState, job: Job) -> None:
+        """For the step after it, be it with the trainer already or still to come."""
+        step = next((sent for sent in self._sent if sent.is_step_after(job)), None)
+        if step is None:
+            run.failed_passes.append(job.future)
+        else:
+            step.failed_pass = step.failed_pass or job.future
 
     def _remember(self, job: Job) -> None:
         """Notes what a request that succeeded changed."""
@@ -378,69 +397,65 @@ class TrainingScheduler:
                 run.failed_passes.clear()
                 self._advance(run, job.model_id, job.loaded_step)
             case OptimStep():
-                run.failed_passes.clear()
                 self._advance(run, job.model_id, run.progress.step + 1)
             case _:
                 pass
 
-    def _advance(self, run: Run, model_id: str, step: int) -> None:
+    def _advance(self, run: RunState, model_id: str, step: int) -> None:
         """Notes that the run has new weights."""
         run.progress = RunProgress(run.progress.generation + 1, step)
         self._on_new_weights(model_id)
 
-    async def _check_state(self, run: Run, operation: ForwardBackward | TrainingOperation) -> None:
-        """Raises what makes the operation impossible, whatever is in it."""
-        creates = isinstance(operation, CreateModel) or (
-            isinstance(operation, LoadState) and operation.create
-        )
-        if run.lost and not creates:
-            raise WorkerDiedError(
-                "the trainer process was restarted and this run's unsaved state is lost; create a "
-                "training client from its last checkpoint"
-            )
-        if isinstance(operation, OptimStep):
-            await self._check_passes(run, operation)
-
-    async def _check_passes(self, run: Run, step: OptimStep) -> None:
-        """Refuses a step whose gradient misses a part without the client's will.
-
-        A client that sends another forward_backward after it got the failure of one has decided
-        to go on without it. A step that comes without that, as when both were sent together, is
-        not taken.
-        """
-        unacknowledged = [
-            future
-            for future in run.failed_passes
-            if future.delivered_at is None or future.delivered_at > run.last_pass_accepted_at
-        ]
-        run.failed_passes.clear()
-        if unacknowledged:
+    async def _check_passes(self, run: RunState, step: OptimStep) -> None:
+        """Refuses a step whose gradient misses a part without the client's will."""
+        failed = run.take_unacknowledged_failure()
+        if failed is not None:
             await self._trainer.call(ClearGradients(step.model_id))
-            raise UserError(
-                "no step was taken and the gradient was dropped, because forward_backward failed "
-                f"before it: {unacknowledged[0].result}; send the batch again"
-            )
+            raise make_refusal(failed)
 
-    def _describe(self, run: Run, job: Job) -> Waiting:
+    def _describe(self, run: RunState, job: Job) -> Waiting:
         """For a client that polls: what its request waits for."""
         if self._trainer.state is GroupState.LOADING:
             return Waiting("paused_capacity", f"the base model loads: {self._trainer.phase}")
-        if job in self._running:
-            return Waiting("active", f"running for {time.monotonic() - self._running_since:.0f} s")
+        if self._sent and job in self._sent[0].jobs:
+            return Waiting("active", f"running for {time.monotonic() - self._sent[0].since:.0f} s")
+        if any(job in sent.jobs for sent in self._sent):
+            return Waiting("active", "next")
         missing = run.queue.missing_seq_id
         if missing is not None and missing < job.seq_id:
             return Waiting("active", f"waiting for seq_id {missing}, which has not arrived")
         ahead = sum(len(other.queue) for other in self._runs.values())
         return Waiting("active", f"queued; {ahead} requests wait for the trainer")
 
-    def _log(self, job: Job) -> None:
-        logger.info(
-            "%s model_id=%s seq_id=%d ms=%.0f",
-            type(job.work).__name__,
-            job.model_id,
-            job.seq_id,
-            1000 * (time.monotonic() - self._running_since),
+
+def check_not_lost(run: RunState, operation: ForwardBackward | TrainingOperation) -> None:
+    """Raises WorkerDiedError for a run that went with the trainer, unless the operation makes it anew."""
+    creates = isinstance(operation, CreateModel) or (
+        isinstance(operation, LoadState) and operation.create
+    )
+    if run.lost and not creates:
+        raise WorkerDiedError(
+            "the trainer process was restarted and this run's unsaved state is lost; create a "
+            "training client from its last checkpoint"
         )
+
+
+def make_refusal(failed_pass: Future) -> UserError:
+    """Of a step whose gradient misses a part."""
+    return UserError(
+        "no step was taken and the gradient was dropped, because forward_backward failed before it: "
+        f"{failed_pass.result}; send the batch again"
+    )
+
+
+def log_end(job: Job, since: float) -> None:
+    logger.info(
+        "%s model_id=%s seq_id=%d ms=%.0f",
+        type(job.work).__name__,
+        job.model_id,
+        job.seq_id,
+        1000 * (time.monotonic() - since),
+    )
 
 
 def spawn(tasks: set[asyncio.Task[None]], coroutine: Coroutine[Any, Any, None]) -> None:

@@ -111,10 +111,16 @@ class JointForwardBackward:
 
 @dataclass(frozen=True, slots=True)
 class OptimStep:
-    """Applies the accumulated gradient with AdamW and clears it."""
+    """Applies the accumulated gradient with AdamW and clears it.
+
+    Attributes:
+        unless_pass_failed: sent before the pass before it had ended. If that failed for this run, the
+            gradient misses a part: it is dropped, and no step taken.
+    """
 
     model_id: str
     adam: AdamParams
+    unless_pass_failed: bool = False
 
 
 @dataclass(frozen=True, slots=True)

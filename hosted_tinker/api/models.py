@@ -44,7 +44,7 @@ async def create_model(body: CreateModelRequest, server: ServerDep) -> dict[str,
     if not server.training.has_run(model_id):
         server.training.add_run(model_id)
     work = CreateModel(model_id, lora)
-    server.training.submit(Job(model_id, CREATE_SEQ_ID, work, future, finish, in_background=True))
+    server.training.submit(Job(model_id, CREATE_SEQ_ID, work, future, finish))
     return accepted(future, model_id)
 
 

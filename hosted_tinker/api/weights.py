@@ -14,6 +14,7 @@ from hosted_tinker.api.sampling import make_sampling_session_id
 from hosted_tinker.checkpoints import SaveOptions
 from hosted_tinker.errors import UserError
 from hosted_tinker.run_queue import CREATE_SEQ_ID, Job
+from hosted_tinker.run_state import RunProgress
 from hosted_tinker.server import Server
 from hosted_tinker.store.records import Checkpoint, RunRecord
 from hosted_tinker.tinker_path import (
@@ -22,7 +23,6 @@ from hosted_tinker.tinker_path import (
     parse_checkpoint_name,
     parse_tinker_path,
 )
-from hosted_tinker.training_scheduler import RunProgress
 from hosted_tinker.types import CaptureState, LoadState, LoraConfig, NamedResult
 from hosted_tinker.wire.schemas import LoadWeightsRequest, SaveWeightsRequest, WeightsInfoRequest
 
@@ -102,9 +102,7 @@ def submit_save(
         return await save(snapshot_id, captured.step)
 
     server.metadata.touch_run(body.model_id)
-    server.training.submit(
-        Job(body.model_id, seq_id, error or capture, future, finish, in_background=True)
-    )
+    server.training.submit(Job(body.model_id, seq_id, error or capture, future, finish))
     return accepted(future, body.model_id)
 
 
@@ -156,9 +154,7 @@ def submit_load(
             close_if_session_ended(server, model_id)
         return NamedResult({"type": "load_weights", "path": body.path, "model_id": model_id})
 
-    server.training.submit(
-        Job(model_id, seq_id, work, future, finish, in_background=creates, loaded_step=step)
-    )
+    server.training.submit(Job(model_id, seq_id, work, future, finish, loaded_step=step))
     return accepted(future, model_id)
 
 

@@ -98,7 +98,9 @@ class WorkerGroup:
 
     async def wait_ready(self) -> BaseModelInfo:
         """Raises the reason if the group can't load."""
-        await self._settled.wait()
+        # It may have died and be loading anew by the time that the waiter goes on.
+        while not self._settled.is_set():
+            await self._settled.wait()
         if self._failure is not None:
             raise self._failure
         assert self.base_model is not None
@@ -116,18 +118,28 @@ class WorkerGroup:
             WorkerDiedError: a rank died before the reply.
         """
         await self.wait_ready()
+        return await self.begin(operation, on_tokens)
+
+    def begin(
+        self, operation: WorkerOperation, on_tokens: OnTokens | None = None
+    ) -> asyncio.Future[Any]:
+        """Sends the operation. The future ends as `call` does; at once, if the group is not ready."""
+        reply = asyncio.get_running_loop().create_future()
+        if self.state is not GroupState.READY:
+            reply.set_exception(WorkerDiedError(f"the {self._title} process is not there"))
+            return reply
         call_id = self._next_call_id
         self._next_call_id += 1
-        reply = asyncio.get_running_loop().create_future()
+        reply.add_done_callback(lambda _: self._forget(call_id))
         self._in_flight[call_id] = reply
         if on_tokens is not None:
             self._on_tokens[call_id] = on_tokens
         self._send(Call(call_id, operation))
-        try:
-            return await reply
-        finally:
-            self._in_flight.pop(call_id, None)
-            self._on_tokens.pop(call_id, None)
+        return reply
+
+    def _forget(self, call_id: int) -> None:
+        self._in_flight.pop(call_id, None)
+        self._on_tokens.pop(call_id, None)
 
     def post(self, operation: WorkerOperation) -> None:
         """Sends an operation whose reply nobody waits for, if the group is ready."""
