@@ -4,11 +4,13 @@
 
 First a `forward_backward` of 2,000 tokens on the default model: through the official SDK and HTTP, and
 by the same backend in a process of its own, in turns. Then one of 8 tokens on a tiny random model,
-where the backend takes next to no time, in five ways: through the SDK, with raw HTTP requests of the
-same bytes, through a server with the fake backend, by the backend itself, and through the SDK with all
-requests sent before the first is answered. Raw HTTP less backend is the server's own part, SDK less raw
-HTTP is the SDK's. What a queued request takes beyond the backend's time is what the device waits for
-between two requests, the SDK's work on the same cores included.
+where the backend takes next to no time, in four ways: through the SDK, with raw HTTP requests of the
+same bytes, through a server with the fake backend, and by the backend itself. Raw HTTP less backend is
+the server's own part, SDK less raw HTTP is the SDK's.
+
+Last, what the device waits for between requests: many pairs of that `forward_backward` and an
+`optim_step` are sent while another request keeps the trainer busy. What a pair takes from then on is
+compared with what it takes the backend.
 """
 
 from __future__ import annotations
@@ -40,7 +42,7 @@ from benchmarks.servers import describe_machine, find_model, running_server
 from benchmarks.train_throughput_data import SERVED, connect, make_data
 from hosted_tinker.backend_configs import PytorchConfig
 from hosted_tinker.training.pytorch import PytorchBackend
-from hosted_tinker.types import ForwardBackward, LoraConfig
+from hosted_tinker.types import AdamParams, ForwardBackward, LoraConfig
 from hosted_tinker.wire.proto_requests import decode_forward_backward, read_envelope
 from hosted_tinker.workers.process import ENVIRONMENTS
 
@@ -55,6 +57,11 @@ TINY_SHAPE: dict[str, Any] = {
     "max_position_embeddings": 256,
 }
 TINY_TOKENS = 8
+ADAM = {"learning_rate": 1e-4}
+BUSY_SEQUENCES, BUSY_LENGTH = 256, 250
+"""Of the request that keeps the tiny model's trainer busy while others are sent."""
+PAIRS = 40
+MOMENT_S = 0.1
 PROTOBUF = {"content-type": "application/x-protobuf"}
 Measure = Callable[[int], list[float]]
 
@@ -62,7 +69,7 @@ Measure = Callable[[int], list[float]]
 def main() -> None:
     arguments = parse_arguments()
     if arguments.in_process is not None:
-        serve_backend(arguments.in_process)
+        serve_backend(arguments.in_process, with_step=arguments.with_step)
         return
     model = find_model(arguments.model)
     print(json.dumps(measure_large(model, arguments)), flush=True)
@@ -81,6 +88,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--tiny-rounds", type=int, default=10)
     parser.add_argument("--tiny-calls", type=int, default=50, help="of each way in a round")
     parser.add_argument("--in-process", type=Path, help=argparse.SUPPRESS)
+    parser.add_argument("--with-step", action="store_true", help=argparse.SUPPRESS)
     return parser.parse_args()
 
 
@@ -119,21 +127,24 @@ def measure_tiny(arguments: argparse.Namespace) -> dict[str, Any]:
         fake = stack.enter_context(RawRun(fake_url, data))
         ways: dict[str, Measure] = {
             "client": make_client_measure(client, data),
-            "queued": make_queued_measure(client, data),
             "raw_http": raw.measure,
             "raw_http_fake_backend": fake.measure,
             "backend": stack.enter_context(running_backend(directory, data)),
         }
         seconds = alternate(ways, arguments.tiny_rounds, arguments.tiny_calls)
+        backend_pairs = stack.enter_context(running_backend(directory, data, with_step=True))
+        pairs = {"queued_pair": raw.measure_queued_pairs, "backend_pair": backend_pairs}
+        seconds |= alternate(pairs, arguments.tiny_rounds, PAIRS)
         empty = [time_call(lambda: httpx_get(raw)) for _ in range(arguments.tiny_calls)]
     medians = {way: 1000 * statistics.median(values) for way, values in seconds.items()}
     return {
         "tokens": TINY_TOKENS,
         "calls": len(seconds["client"]),
+        "pairs": PAIRS * len(seconds["queued_pair"]),
         **{f"{way}_ms": round(median, 2) for way, median in medians.items()},
-        **{f"{way}_p99_ms": to_ms(quantile(values, 0.99)) for way, values in seconds.items()},
+        **{f"{way}_p99_ms": to_ms(quantile(seconds[way], 0.99)) for way in ways},
         "server_ms": round(medians["raw_http"] - medians["backend"], 2),
-        "gap_ms": round(medians["queued"] - medians["backend"], 2),
+        "pair_gap_ms": round(medians["queued_pair"] - medians["backend_pair"], 2),
         "sdk_ms": round(medians["client"] - medians["raw_http"], 2),
         "submit_ms": to_ms(statistics.median(raw.submit_s)),
         "retrieve_ms": to_ms(statistics.median(raw.retrieve_s)),
@@ -165,17 +176,6 @@ def make_client_measure(client: tinker.ServiceClient, data: list[tinker.Datum]) 
     return measure
 
 
-def make_queued_measure(client: tinker.ServiceClient, data: list[tinker.Datum]) -> Measure:
-    """A request's part of the time that many take which wait for one another."""
-    run = client.create_lora_training_client(base_model=SERVED, rank=RANK, seed=1).result()
-
-    def send_all(calls: int) -> None:
-        for future in [run.forward_backward(data, "cross_entropy") for _ in range(calls)]:
-            future.result()
-
-    return lambda calls: [time_call(lambda: send_all(calls)) / calls]
-
-
 class RawRun:
     """A run driven by HTTP requests that are the SDK's, byte for byte in their bodies."""
 
@@ -205,15 +205,45 @@ class RawRun:
         """Bodies are made before the clock runs."""
         return [self._time_pass(self._make_body()) for _ in range(calls)]
 
-    def _make_body(self) -> bytes:
+    def measure_queued_pairs(self, calls: int) -> list[float]:
+        """The mean over pairs that wait for one another, from the first one's end to the last one's."""
+        prompts = make_prompts(BUSY_SEQUENCES, BUSY_LENGTH, 0, vocab_size=TINY_SHAPE["vocab_size"])
+        self._post_pass(self._make_body(make_data(prompts)))
+        steps: list[str] = []
+        for _ in range(calls):
+            self._post_pass(self._make_body())
+            steps.append(self._post_step())
+        sent = time.perf_counter()
+        self._retrieve_step(steps[0])
+        begin = time.perf_counter()
+        if begin - sent < MOMENT_S:
+            raise RuntimeError("the trainer had nothing to do before all requests were sent")
+        self._retrieve_step(steps[-1])
+        return [(time.perf_counter() - begin) / (calls - 1)]
+
+    def _retrieve_step(self, request_id: str) -> None:
+        answer = self._retrieve(request_id).json()
+        if "metrics" not in answer:
+            raise RuntimeError(str(answer))
+
+    def _post_pass(self, body: bytes) -> str:
+        answer = self.http.post("forward_backward", content=body, headers=PROTOBUF)
+        return answer.json()["request_id"]
+
+    def _post_step(self) -> str:
         self._seq_id += 1
-        return encode_request(self._data, self._model_id, self._seq_id)
+        body = {"model_id": self._model_id, "seq_id": self._seq_id, "adam_params": ADAM}
+        return self._post_json("optim_step", body)["request_id"]
+
+    def _make_body(self, data: list[tinker.Datum] | None = None) -> bytes:
+        self._seq_id += 1
+        return encode_request(data or self._data, self._model_id, self._seq_id)
 
     def _time_pass(self, body: bytes) -> float:
         begin = time.perf_counter()
-        answer = self.http.post("forward_backward", content=body, headers=PROTOBUF)
+        request_id = self._post_pass(body)
         submitted = time.perf_counter()
-        result = self._retrieve(answer.json()["request_id"])
+        result = self._retrieve(request_id)
         end = time.perf_counter()
         if result.headers["content-type"] != PROTOBUF["content-type"]:
             raise RuntimeError(result.text)
@@ -242,14 +272,22 @@ def time_call(call: Callable[[], object]) -> float:
 
 
 @contextlib.contextmanager
-def running_backend(model: Path, data: list[tinker.Datum]) -> Iterator[Measure]:
-    """A process with the trainer's backend and environment, which computes only when asked."""
+def running_backend(
+    model: Path, data: list[tinker.Datum], *, with_step: bool = False
+) -> Iterator[Measure]:
+    """A process with the trainer's backend and environment, which computes only when asked.
+
+    With `with_step` each call takes an optimizer step too, and their mean is given.
+    """
     with tempfile.TemporaryDirectory() as directory:
         body = Path(directory) / "request"
         body.write_bytes(encode_request(data, "run", 1))
         (Path(directory) / "model").write_text(str(model))
         process = subprocess.Popen(
-            [sys.executable, "-m", "benchmarks.overhead", "--in-process", directory],
+            [
+                *(sys.executable, "-m", "benchmarks.overhead", "--in-process", directory),
+                *(["--with-step"] if with_step else []),
+            ],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
@@ -262,7 +300,8 @@ def running_backend(model: Path, data: list[tinker.Datum]) -> Iterator[Measure]:
         def measure(calls: int) -> list[float]:
             commands.write(f"{calls}\n")
             commands.flush()
-            return json.loads(answers.readline())
+            seconds = json.loads(answers.readline())
+            return [statistics.mean(seconds)] if with_step else seconds
 
         try:
             measure(1)
@@ -272,7 +311,7 @@ def running_backend(model: Path, data: list[tinker.Datum]) -> Iterator[Measure]:
             process.wait(60)
 
 
-def serve_backend(directory: Path) -> None:
+def serve_backend(directory: Path, *, with_step: bool) -> None:
     """The child: reads how often to run the request, writes the seconds of each time."""
     transformers.logging.disable_progress_bar()
     model = (directory / "model").read_text()
@@ -281,14 +320,19 @@ def serve_backend(directory: Path) -> None:
     backend = PytorchBackend.load(model, PytorchConfig(), lambda _: None)
     backend.create_model(operation.model_id, LoraConfig(lora_rank=RANK, seed=1))
     for line in sys.stdin:
-        seconds = [time_call(lambda: run_backend(backend, operation)) for _ in range(int(line))]
+        seconds = [
+            time_call(lambda: run_backend(backend, operation, with_step=with_step))
+            for _ in range(int(line))
+        ]
         print(json.dumps(seconds), flush=True)
 
 
-def run_backend(backend: PytorchBackend, operation: ForwardBackward) -> None:
+def run_backend(backend: PytorchBackend, operation: ForwardBackward, *, with_step: bool) -> None:
     (output,) = backend.forward_backward([operation])
     if isinstance(output, Exception):
         raise output
+    if with_step:
+        backend.optim_step(operation.model_id, AdamParams(**ADAM))
 
 
 def encode_request(data: list[tinker.Datum], model_id: str, seq_id: int) -> bytes:
