@@ -30,6 +30,7 @@ from hosted_tinker.futures import Future, Futures, Waiting
 from hosted_tinker.loss_specs import check_forward_backward
 from hosted_tinker.run_queue import CREATE_SEQ_ID, Job
 from hosted_tinker.run_state import RunProgress, RunState
+from hosted_tinker.sent_calls import SentCall, SentCalls
 from hosted_tinker.training_turns import TrainingTurns
 from hosted_tinker.types import (
     CaptureState,
@@ -49,33 +50,6 @@ logger = logging.getLogger(__name__)
 JOINT_TOKENS_ON_CPU = 1024
 JOINT_TOKENS_ON_GPU = 16384
 """Of requests that share passes. Where a device is busy without sharing, only the waiting grows."""
-
-
-@dataclass(slots=True)
-class Sent:
-    """A call that the trainer has.
-
-    Attributes:
-        jobs: of which it is made; several if they are passes.
-        since: when the call before it had ended and this one was there.
-        failed_pass: future of the pass before it whose failure has the trainer refuse this step.
-    """
-
-    jobs: Sequence[Job]
-    reply: asyncio.Future[Any]
-    since: float
-    failed_pass: Future | None = None
-
-    @property
-    def is_pass(self) -> bool:
-        return isinstance(self.jobs[0].work, ForwardBackward)
-
-    def is_step_of(self, model_id: str) -> bool:
-        return isinstance(self.jobs[0].work, OptimStep) and self.jobs[0].model_id == model_id
-
-    def is_step_after(self, job: Job) -> bool:
-        """Whether it is a later step of the job's run."""
-        return self.is_step_of(job.model_id) and self.jobs[0].seq_id > job.seq_id
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,7 +91,7 @@ class TrainingScheduler:
         self._runs: dict[str, RunState] = {}
         self._turns = TrainingTurns()
         self._wake = asyncio.Event()
-        self._sent: deque[Sent] = deque()
+        self._sent = SentCalls()
         self._background: set[asyncio.Task[None]] = set()
         self._saves: set[asyncio.Task[None]] = set()
 
@@ -187,8 +161,8 @@ class TrainingScheduler:
         while True:
             # Cleared before looking, so that what comes after the look wakes the wait below.
             self._wake.clear()
-            while self._sent and self._sent[0].reply.done():
-                self._settle_first()
+            while ended := self._sent.pop_ended():
+                self._settle(ended)
             if not self._sent:
                 await self._run_captures()
                 await self._close_runs()
@@ -212,7 +186,7 @@ class TrainingScheduler:
             return self._turns.take(now, self._max_joint_tokens)
         if self._is_wanted_idle:
             return []
-        if any(sent.is_pass for sent in self._sent):
+        if self._sent.has_pass:
             return self._turns.take(now, 0, self._is_plain_step, in_turn=False)
         if len(self._sent) > 1:
             # What follows the last of these steps can still be decided.
@@ -222,18 +196,15 @@ class TrainingScheduler:
     @property
     def _is_wanted_idle(self) -> bool:
         """Whether something waits for the trainer to have ended all it has."""
-        only_steps_and_passes = all(
-            isinstance(sent.jobs[0].work, OptimStep | ForwardBackward) for sent in self._sent
-        )
         closing = any(run.may_leave and not run.is_held for run in self._runs.values())
-        return bool(self._captures) or closing or not only_steps_and_passes
+        return bool(self._captures) or closing or self._sent.has_others
 
     def _is_plain_step(self, job: Job) -> bool:
         """Whether it is a step, the run's only one under way, and nothing is known against it."""
         return (
             isinstance(job.work, OptimStep)
             and not self._runs[job.model_id].failed_passes
-            and not any(sent.is_step_of(job.model_id) for sent in self._sent)
+            and not self._sent.has_step_of(job.model_id)
         )
 
     def _may_follow_step(self, job: Job) -> bool:
@@ -297,7 +268,7 @@ class TrainingScheduler:
             return
         reply = self._trainer.begin(self._make_call(able))
         reply.add_done_callback(lambda _: self._wake.set())
-        self._sent.append(Sent(able, reply, time.monotonic()))
+        self._sent.add(able, reply)
 
     async def _can_run(self, job: Job) -> bool:
         try:
@@ -321,27 +292,24 @@ class TrainingScheduler:
             return JointForwardBackward(passes)
         operation = jobs[0].work
         assert not isinstance(operation, UserError | ForwardBackward)
-        if isinstance(operation, OptimStep) and any(sent.is_pass for sent in self._sent):
+        if isinstance(operation, OptimStep) and self._sent.has_pass:
             return replace(operation, unless_pass_failed=True)
         return operation
 
-    def _settle_first(self) -> None:
-        """Takes the end of the oldest call to the requests that it was made of."""
-        sent = self._sent.popleft()
-        error = sent.reply.exception()
+    def _settle(self, ended: SentCall) -> None:
+        """Takes the end of a call to the requests that it was made of."""
+        error = ended.reply.exception()
         if error is not None:
-            outputs = [error] * len(sent.jobs)
+            outputs = [error] * len(ended.jobs)
         else:
-            outputs = sent.reply.result() if sent.is_pass else [sent.reply.result()]
-        for job, output in zip(sent.jobs, outputs, strict=True):
+            outputs = ended.reply.result() if ended.is_pass else [ended.reply.result()]
+        for job, output in zip(ended.jobs, outputs, strict=True):
             if not isinstance(output, Exception):
-                self._succeed(job, output, sent.since)
-            elif sent.failed_pass is not None and not self._runs[job.model_id].lost:
-                self._fail(job, make_refusal(sent.failed_pass))
+                self._succeed(job, output, ended.since)
+            elif ended.failed_pass is not None and not self._runs[job.model_id].lost:
+                self._fail(job, make_refusal(ended.failed_pass))
             else:
                 self._fail(job, output)
-        if self._sent:
-            self._sent[0].since = time.monotonic()
 
     def _succeed(self, job: Job, output: Any, since: float) -> None:
         self._remember(job)
@@ -377,7 +345,7 @@ class TrainingScheduler:
 
     def _note_failed_pass(self, run: RunState, job: Job) -> None:
         """For the step after it, be it with the trainer already or still to come."""
-        step = next((sent for sent in self._sent if sent.is_step_after(job)), None)
+        step = self._sent.find_step_after(job)
         if step is None:
             run.failed_passes.append(job.future)
         else:
@@ -417,10 +385,8 @@ class TrainingScheduler:
         """For a client that polls: what its request waits for."""
         if self._trainer.state is GroupState.LOADING:
             return Waiting("paused_capacity", f"the base model loads: {self._trainer.phase}")
-        if self._sent and job in self._sent[0].jobs:
-            return Waiting("active", f"running for {time.monotonic() - self._sent[0].since:.0f} s")
-        if any(job in sent.jobs for sent in self._sent):
-            return Waiting("active", "next")
+        if waiting := self._sent.describe(job):
+            return waiting
         missing = run.queue.missing_seq_id
         if missing is not None and missing < job.seq_id:
             return Waiting("active", f"waiting for seq_id {missing}, which has not arrived")
