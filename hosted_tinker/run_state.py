@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from hosted_tinker.errors import UserError, WorkerDiedError
 from hosted_tinker.futures import Future
 from hosted_tinker.run_queue import RunQueue
+from hosted_tinker.types import CreateModel, ForwardBackward, LoadState, TrainingOperation
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,3 +63,23 @@ class RunState:
         ]
         self.failed_passes.clear()
         return next(iter(unacknowledged), None)
+
+
+def check_not_lost(run: RunState, operation: ForwardBackward | TrainingOperation) -> None:
+    """Raises WorkerDiedError for a run that went with the trainer, unless the operation makes it anew."""
+    creates = isinstance(operation, CreateModel) or (
+        isinstance(operation, LoadState) and operation.create
+    )
+    if run.lost and not creates:
+        raise WorkerDiedError(
+            "the trainer process was restarted and this run's unsaved state is lost; create a "
+            "training client from its last checkpoint"
+        )
+
+
+def make_refusal(failed_pass: Future) -> UserError:
+    """Of a step whose gradient misses a part."""
+    return UserError(
+        "no step was taken and the gradient was dropped, because forward_backward failed before it: "
+        f"{failed_pass.result}; send the batch again"
+    )

@@ -23,13 +23,12 @@ from hosted_tinker.errors import (
     HostedTinkerError,
     NotFoundError,
     UserError,
-    WorkerDiedError,
     WorkerFailedError,
 )
-from hosted_tinker.futures import Future, Futures, Waiting
+from hosted_tinker.futures import Futures, Waiting
 from hosted_tinker.loss_specs import check_forward_backward
 from hosted_tinker.run_queue import CREATE_SEQ_ID, Job
-from hosted_tinker.run_state import RunProgress, RunState
+from hosted_tinker.run_state import RunProgress, RunState, check_not_lost, make_refusal
 from hosted_tinker.sent_calls import SentCall, SentCalls
 from hosted_tinker.training_turns import TrainingTurns
 from hosted_tinker.types import (
@@ -274,6 +273,7 @@ class TrainingScheduler:
         try:
             if isinstance(job.work, UserError):
                 raise job.work
+            # A run that is lost need not wait for the trainer, and may be lost in that time.
             check_not_lost(self._runs[job.model_id], job.work)
             base_model = await self._trainer.wait_ready()
             check_not_lost(self._runs[job.model_id], job.work)
@@ -392,26 +392,6 @@ class TrainingScheduler:
             return Waiting("active", f"waiting for seq_id {missing}, which has not arrived")
         ahead = sum(len(other.queue) for other in self._runs.values())
         return Waiting("active", f"queued; {ahead} requests wait for the trainer")
-
-
-def check_not_lost(run: RunState, operation: ForwardBackward | TrainingOperation) -> None:
-    """Raises WorkerDiedError for a run that went with the trainer, unless the operation makes it anew."""
-    creates = isinstance(operation, CreateModel) or (
-        isinstance(operation, LoadState) and operation.create
-    )
-    if run.lost and not creates:
-        raise WorkerDiedError(
-            "the trainer process was restarted and this run's unsaved state is lost; create a "
-            "training client from its last checkpoint"
-        )
-
-
-def make_refusal(failed_pass: Future) -> UserError:
-    """Of a step whose gradient misses a part."""
-    return UserError(
-        "no step was taken and the gradient was dropped, because forward_backward failed before it: "
-        f"{failed_pass.result}; send the batch again"
-    )
 
 
 def log_end(job: Job, since: float) -> None:
