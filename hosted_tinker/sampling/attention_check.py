@@ -30,8 +30,7 @@ LENGTHS_ON_CPU = (7, 3)
 LENGTHS_ON_GPU = (600, 3, 530)
 """Of the sequences that are tried: of several pages, and of more keys than a kernel takes at once."""
 MAX_DIFFERENCE = 0.1
-"""Relative, of hidden states. Rounding of 16 bits stays far below, even where it routes a token to
-another expert; attention to the wrong positions does not."""
+"""Relative, of hidden states: above what rounding to 16 bits does."""
 
 
 def prepare_base_model(base: BaseModel, base_model: str) -> None:
@@ -75,7 +74,8 @@ def check_paged_attention(base: BaseModel, base_model: str) -> None:
         raise _refuse(base, base_model) from error
     for one, other in zip(found, wanted, strict=True):
         wanted_D = other.last_hidden_state[0, -1].float()
-        if (one.float() - wanted_D).norm() > MAX_DIFFERENCE * wanted_D.norm():
+        # Written so that what is not a number is refused too.
+        if not (one.float() - wanted_D).norm() <= MAX_DIFFERENCE * wanted_D.norm():
             raise _refuse(base, base_model)
 
 
